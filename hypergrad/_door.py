@@ -1,0 +1,169 @@
+"""Checks of the arguments of `train`, before anything runs: each error says what, where, and what to do next."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from hypergrad.batches import Stacked
+from hypergrad.hypers import describe
+from hypergrad.optimizers.chain import PARAMS, Link, Optimizer, compute_dtype
+
+
+_BATCH_CURE = "hg.minibatches(data, batch_size, key), hg.stacked(arrays) (leading axis = step) or hg.full_batch(data)"
+
+
+def check_kinds(loss: Any, optimizer: Any, batches: Any, adjoint: Any) -> None:
+    if not callable(loss):
+        raise TypeError(f"`loss` must be a function loss(params, theta, batch) -> scalar; got {describe(loss)}.")
+    if not isinstance(optimizer, Optimizer):
+        if hasattr(optimizer, "update") and hasattr(optimizer, "init"):
+            raise TypeError(
+                "`optimizer` is an optax transformation, which cannot be run backwards exactly; take hg.SGD(learning_rate, "
+                "momentum) or hg.HeavyBall (optax's convention). optax belongs in hg.optimize(..., meta_optimizer=...)."
+            )
+        raise TypeError(f"`optimizer` must be a reversible optimizer such as hg.SGD(0.1, 0.9); got {describe(optimizer)}.")
+    if not callable(batches):
+        raise TypeError(
+            f"`batches` must be a function t -> batch; got {type(batches).__name__}. A bare tuple or array does not say "
+            f"what a step sees: wrap it in {_BATCH_CURE}."
+        )
+    if not hasattr(adjoint, "run"):
+        raise TypeError(f"`adjoint` must be hg.Reversible(), hg.Unrolled() or hg.Checkpointed(); got {describe(adjoint)}.")
+    for role, function in (("loss", loss), ("batches", batches)):
+        reject_traced_closure(role, function)
+
+
+def check_params(params: Any) -> Any:
+    """The parameters with every leaf a real float array."""
+    if not jax.tree.leaves(params):
+        raise ValueError("`params` is empty: there is nothing to train. Pass a pytree of float arrays.")
+
+    def check(path: Any, leaf: Any) -> Array:
+        where = f"params{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, float):
+            return jnp.asarray(leaf)
+        if not eqx.is_array_like(leaf) or isinstance(leaf, (bool, int, complex)) or not hasattr(leaf, "dtype"):
+            raise TypeError(
+                f"{where} is {describe(leaf)}, not an array of real floats. For a model with other leaves (functions, "
+                "integers, ...), train its arrays only: params, static = equinox.partition(model, "
+                "equinox.is_inexact_array) and equinox.combine in the loss (flax: nnx.split and nnx.merge)."
+            )
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"{where} is {describe(leaf)}; parameters are real floats. Keep other leaves out of `params`: "
+                "equinox.partition(model, equinox.is_inexact_array), flax's nnx.split, or pass them through the batch; "
+                "split a complex leaf into real and imaginary parts."
+            )
+        return jnp.asarray(leaf).astype(leaf.dtype)  # a weak type would change dtype inside the loop
+
+    return jax.tree_util.tree_map_with_path(check, params)
+
+
+def check_steps(steps: Any, batches: Any) -> int:
+    known = batches.steps if isinstance(batches, Stacked) else None
+    if steps is None and known is None:
+        raise ValueError("`steps` is missing: only hg.stacked(arrays) knows how many steps there are. Pass steps=...")
+    if steps is None:
+        return int(known)  # type: ignore[arg-type]
+    if isinstance(steps, bool) or not isinstance(steps, (int, np.integer)):
+        raise TypeError(f"`steps` must be a Python integer, it fixes shapes; got {describe(steps)}.")
+    if steps < 1:
+        raise ValueError(f"`steps` must be at least 1; got {steps}.")
+    if known is not None and steps != known:
+        raise ValueError(f"steps={steps} contradicts `batches`: hg.stacked has {known} along its leading axis.")
+    return int(steps)
+
+
+def check_loss(loss: Any, batches: Any, params: Any, theta: Any) -> None:
+    try:
+        inspect.signature(loss).bind(params, theta, None)
+    except TypeError as e:
+        raise TypeError(
+            f"`loss` must take three arguments, loss(params, theta, batch); {_name(loss)} has the signature "
+            f"{inspect.signature(loss)}. Without theta write loss(params, _, batch)."
+        ) from e
+    except ValueError:
+        pass  # a builtin without a signature: the call below will tell
+    batch = jax.eval_shape(batches, jax.ShapeDtypeStruct((), jnp.int32))
+    value = jax.eval_shape(loss, params, theta, batch)
+    if not isinstance(value, jax.ShapeDtypeStruct):
+        raise TypeError(f"`loss` must return one scalar; got a {type(value).__name__}. Return the loss alone.")
+    if value.shape != ():
+        raise ValueError(f"`loss` must return a scalar; got shape {value.shape}. Take its mean or sum.")
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"`loss` must return a real float; got {value.dtype.name}.")
+
+
+def check_state(chain: tuple[Link, ...], params: Any, state: Any) -> dict[str, list[Array]]:
+    """Initial values of every link, leaf by leaf."""
+    names = [link.name for link in chain[:-1]]
+    if state is not None and (not isinstance(state, dict) or set(state) != set(names)):
+        got = sorted(state) if isinstance(state, dict) else describe(state)
+        raise ValueError(f"`state` must be None or a dict with the keys {names}, as in Trained.state; got {got}.")
+    leaves, tree = jax.tree.flatten(params)
+    values = {PARAMS: leaves}
+    for link in chain[:-1]:
+        wide = [x.astype(compute_dtype(x)) for x in leaves]
+        start = [link.start(jax.lax.stop_gradient(x)) for x in wide]
+        if state is not None:
+            start = _state_leaves(link.name, state[link.name], tree, start)
+        values[link.name] = start
+    return values
+
+
+def _state_leaves(name: str, given: Any, tree: Any, expected: list[Array]) -> list[Array]:
+    if jax.tree.structure(given) != tree:
+        raise ValueError(f"state[{name!r}] must have the tree of `params`, {tree}; got {jax.tree.structure(given)}.")
+    result = []
+    for (path, x), e in zip(jax.tree_util.tree_leaves_with_path(given), expected, strict=True):
+        where = f"state[{name!r}]{jax.tree_util.keystr(path)}"
+        if jnp.shape(x) != e.shape or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            raise ValueError(f"{where} must be a float array of shape {e.shape}; got {describe(x)}.")
+        result.append(jnp.asarray(x).astype(e.dtype))
+    return result
+
+
+def reject_traced_closure(role: str, function: Any) -> None:
+    """A traced value inside a closure would get no derivative, or leak: name the variable instead."""
+    for name, value in _captured(function, set()):
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+            through = "through `theta` or the batch" if role == "loss" else "in hg.stacked, hg.full_batch or hg.minibatches"
+            raise ValueError(
+                f"`{role}` ({_name(function)}) closes over the traced value `{name}`, whose derivative would be lost. "
+                f"Pass it {through}."
+            )
+
+
+def _captured(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """(name, value) of what a function holds: closure cells, defaults, partial arguments, and functions inside them."""
+    if id(function) in seen or isinstance(function, eqx.Module):
+        return
+    seen.add(id(function))
+    code = getattr(function, "__code__", None)
+    cells = getattr(function, "__closure__", None) or ()
+    held: list[tuple[str, Any]] = []
+    for name, cell in zip(getattr(code, "co_freevars", ()), cells, strict=True):
+        try:
+            held.append((name, cell.cell_contents))
+        except ValueError:
+            continue  # not assigned yet
+    held += [(f"default {i}", v) for i, v in enumerate(getattr(function, "__defaults__", None) or ())]
+    held += list((getattr(function, "__kwdefaults__", None) or {}).items())
+    if hasattr(function, "func") and hasattr(function, "args"):  # functools.partial
+        held += [(f"argument {i}", v) for i, v in enumerate(function.args)] + list((function.keywords or {}).items())
+        held.append(("func", function.func))
+    held += [("__wrapped__", function.__wrapped__)] if hasattr(function, "__wrapped__") else []
+    for name, value in held:
+        yield name, value
+        if callable(value):
+            yield from _captured(value, seen)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)

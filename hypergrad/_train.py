@@ -1,0 +1,146 @@
+"""`train`: from a loss, parameters, an optimizer and batches to a run, checked at the door."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from hypergrad import _door as door
+from hypergrad.adjoints import Checkpointed, Reversible, Unrolled
+from hypergrad.errors import Status, mask, surface
+from hypergrad.exact import DEVICE, GMPY2, grid_range, words_needed
+from hypergrad.loop.problem import Inputs, Labels, Problem, Static
+from hypergrad.loop.step import Rule
+from hypergrad.optimizers.chain import (
+    PARAMS,
+    Link,
+    Optimizer,
+    compute_dtype,
+    concrete,
+    expand,
+    link_fraction_bits,
+    link_numerators,
+    prepared,
+)
+
+
+class Trained(eqx.Module):
+    """What `train` returns; every float is NaN if `status` is not OK."""
+
+    params: Any  # like `params`
+    losses: Array  # float [steps]: the loss at each step, before its update
+    state: dict[str, Any]  # final accumulators, {link: like params}; may be passed on as `state`
+    status: Status
+    buffer_words: Array  # int32: 32-bit words per parameter that the information buffer needs
+
+
+def train(
+    loss: Callable[[Any, Any, Any], Array],
+    params: Any,
+    optimizer: Optimizer,
+    batches: Callable[[Array], Any],
+    *,
+    theta: Any = None,
+    steps: int | None = None,
+    state: dict[str, Any] | None = None,
+    adjoint: Reversible | Unrolled | Checkpointed = Reversible(),  # noqa: B008 (frozen)
+    throw: bool = True,
+) -> Trained:
+    """w_T, v_T = steps of `optimizer` on loss(w, theta, batches(t)), t = 0..steps-1; differentiable in all that is float.
+
+    loss(params, theta, batch) -> float scalar, pure. params: pytree of real float arrays. optimizer: `hg.SGD(...)` or
+    another; its leaves are hyperparameters. batches: a pure function t (int32 scalar) -> batch, as `hg.minibatches`,
+    `hg.stacked`, `hg.full_batch` make them. theta: pytree handed to the loss; its float leaves are differentiated. steps:
+    int, may be left out where `batches` knows it. state: as in `Trained.state`, None for zeros. adjoint: how the
+    derivative is computed; the forward numbers are the same bit for bit. throw: raise a `HypergradError` when the run goes
+    wrong (under jit and vmap: from the compiled code); otherwise look at `Trained.status`.
+
+    Composes with jax.grad (params, optimizer, theta, state in; params, losses, state out), jax.jit and jax.vmap.
+    """
+    problem, inputs, trees = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, throw)
+    outcome = adjoint.run(problem, inputs)
+    ok = surface(outcome.status, throw)
+    values, losses = mask(ok, (outcome.values, outcome.losses))
+    final = {name: jax.tree.unflatten(trees, leaves) for name, leaves in values.items()}
+    return Trained(final.pop(PARAMS), losses, final, outcome.status, outcome.status.words)
+
+
+def set_up(
+    loss: Any, params: Any, optimizer: Any, batches: Any, theta: Any, steps: Any, state: Any, adjoint: Any, throw: bool
+) -> tuple[Problem, Inputs, Any]:
+    """Check every argument and take the run apart into what is fixed and what flows; also the parameters' tree."""
+    door.check_kinds(loss, optimizer, batches, adjoint)
+    params = door.check_params(params)
+    steps = door.check_steps(steps, batches)
+    theta = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (float, np.ndarray)) else x, theta)
+    assemble, theta_leaves, frozen = _take_apart(params, theta, batches)
+    leaves, tree = jax.tree.flatten(params)
+    door.check_loss(loss, batches, params, theta)
+    values = door.check_state(optimizer.chain, params, state)
+    rule = Rule(
+        optimizer.chain,
+        tuple(tuple(link_fraction_bits(link, x, adjoint.fraction_bits) for x in leaves) for link in optimizer.chain),
+        tuple(compute_dtype(x) for x in leaves),
+        tuple(np.dtype(x.dtype) for x in leaves),
+        GMPY2 if adjoint.buffer == "gmpy2" else DEVICE,
+    )
+    words = tuple(_words_known(optimizer, link, params, steps) for link in optimizer.chain)
+    x64 = bool(jax.config.jax_enable_x64)
+    labels = _labels(rule, params)
+    problem = Problem(loss, assemble, rule, optimizer.linear, steps, adjoint.driver_name, x64, labels, words, throw)
+    return problem, Inputs(values, prepared(optimizer, params, steps), theta_leaves, frozen), tree
+
+
+@dataclasses.dataclass(frozen=True)
+class _Assemble:
+    """(parameter leaves, theta's float leaves, frozen leaves, t) -> the three arguments of the loss."""
+
+    params: Any
+    theta: Any
+    theta_is_float: tuple[bool, ...]
+    batches: Any
+    batches_static: tuple[Static | None, ...]  # None where the leaf is an array
+
+    def __call__(self, w: list[Array], theta: list[Array], frozen: list[Any], t: Array) -> tuple[Any, Any, Any]:
+        rest, floats = iter(frozen), iter(theta)
+        theta_leaves = [next(floats) if is_float else next(rest) for is_float in self.theta_is_float]
+        batches = [next(rest) if s is None else s.value for s in self.batches_static]
+        batch = jax.tree.unflatten(self.batches, batches)(t)
+        return jax.tree.unflatten(self.params, w), jax.tree.unflatten(self.theta, theta_leaves), batch
+
+
+def _take_apart(params: Any, theta: Any, batches: Any) -> tuple[_Assemble, list[Array], list[Any]]:
+    theta_leaves, theta_tree = jax.tree.flatten(theta)
+    is_float = tuple(eqx.is_inexact_array(x) for x in theta_leaves)
+    batch_leaves, batch_tree = jax.tree.flatten(batches)
+    arrays = [x for x in batch_leaves if eqx.is_array(x)]
+    static = tuple(None if eqx.is_array(x) else Static(x) for x in batch_leaves)
+    assemble = _Assemble(jax.tree.structure(params), theta_tree, is_float, batch_tree, static)
+    floats = [x for x, f in zip(theta_leaves, is_float, strict=True) if f]
+    others = [x for x, f in zip(theta_leaves, is_float, strict=True) if not f]
+    return assemble, floats, others + arrays
+
+
+def _labels(rule: Rule, params: Any) -> Labels:
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    places = [f"{link.name}{path}" for link in rule.chain for path in paths]
+    limits = [grid_range(bits) for row in rule.fraction_bits for bits in row]
+    decays = [f"{link.decay}, used for params{path}," for link in rule.chain for path in paths]
+    return Labels((*places, *decays), tuple(limits))
+
+
+def _words_known(optimizer: Optimizer, link: Link, params: Any, steps: int) -> int | None:
+    """Buffer words per parameter where a decay is a concrete field, even if all else is traced."""
+    values = getattr(optimizer, link.decay, None) if link.decay else None
+    if values is None or not concrete(values):
+        return None
+    shapes = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
+    with jax.ensure_compile_time_eval(), jax.enable_x64(True):
+        rows = expand(optimizer, shapes, steps, only=(link.decay,))  # type: ignore[arg-type]
+        numerators = {np.asarray(link_numerators(link, h, steps)).tobytes() for h in rows}
+    return max(words_needed(np.frombuffer(n, np.int64), link.denominator) for n in numerators)

@@ -1,0 +1,5 @@
+"""Roads to the gradient of one and the same training run. Knows nothing of meta-optimization."""
+
+from hypergrad.adjoints.reversible import Reversible as Reversible
+from hypergrad.adjoints.unrolled import Checkpointed as Checkpointed
+from hypergrad.adjoints.unrolled import Unrolled as Unrolled

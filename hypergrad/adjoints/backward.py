@@ -1,0 +1,175 @@
+"""The derivative of training by running it backwards (thesis, Algorithm 6, corrected), in the memory of a few copies.
+
+Invariant: at the start of reverse step t the carry holds the links after step t, bit for bit those of the forward pass,
+and the derivative of everything after step t with respect to them.
+
+For SGD the lines of `body` are, with u = -(1-m) dv the cotangent of the gradient:
+
+    da  = dw . v'                       w = w' - a v'                  (the link `params`)
+    g, H u, (d_theta g)^T u             from one jvp of the gradient at w along u
+    v   = (v' + (1-m) g) / m            dm = dv . (v + g)              (the link `velocity`)
+    dw += H u;  dtheta += (d_theta g)^T u;  dv = m dv
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from hypergrad.exact import decode
+from hypergrad.loop.problem import Inputs, Problem, join_steps, split_steps
+from hypergrad.loop.step import Exact, Hypers, Rule, Values, increment, retreat, settled
+from hypergrad.optimizers.chain import PARAMS, Link
+
+
+class Cotangents(NamedTuple):
+    """Of the links' values, of the hyperparameters, and of theta (None: nobody differentiates it)."""
+
+    z: Values
+    h: Hypers
+    theta: list[Array] | None
+
+
+class Pullback(NamedTuple):
+    """One link's increments, leaf by leaf, and the cotangents of what they read."""
+
+    updates: list[Array]
+    h: Hypers
+    z: list[dict[str, Array]]
+    g: list[Array]
+
+
+def pull(rule: Rule, link: Link, z: Values, dz: Values, h: Hypers, g: list[Array] | None) -> Pullback:
+    """The increments of a link at the present values, and the vjp of each along dz."""
+    rows = []
+    for j in rule.leaves:
+        arguments = (h[j], rule.readable(z, link, j), None if g is None else g[j])
+        update, vjp = jax.vjp(lambda *a: increment(link, *a), *arguments)
+        rows.append((update, *vjp(_sum_to(dz[link.name][j], update.shape).astype(update.dtype))))
+    return Pullback(*(list(column) for column in zip(*rows, strict=True)))
+
+
+def undo_link(
+    rule: Rule, link: Link, state: Exact, ct: Cotangents, h: Hypers, turns: Any, g: list[Array] | None
+) -> tuple[Exact, Cotangents, list[Array]]:
+    """Take back z <- rho z + increment(h, others, g) exactly, and pull the cotangents through it; also that of g."""
+    back = pull(rule, link, state.z, ct.z, h, g)
+    state = retreat(rule, link, state, h, turns, back.updates)
+    dz, dh = _spread(ct.z, back.z), [_plus(a, b) for a, b in zip(ct.h, back.h, strict=True)]
+    if link.decay:
+        for j in rule.leaves:
+            rho, dzj = h[j][link.decay], dz[link.name][j]
+            old = decode(state.z[link.name][j], rule.bits(link)[j], rule.dtypes[j])
+            dh[j][link.decay] += _sum_to(dzj * old, rho.shape)
+            dz[link.name][j] = rho * dzj
+    return state, Cotangents(dz, dh, ct.theta), back.g
+
+
+def gradient_cotangent(rule: Rule, z: Values, dz: Values, h: Hypers, w: list[Array]) -> list[Array]:
+    """u, the cotangent of the gradient, of a linear rule: no value of z or g enters it, so any will do."""
+    anything = u = [jnp.zeros_like(x) for x in w]
+    for link in reversed(rule.chain[:-1]):
+        back = pull(rule, link, z, dz, h, anything)
+        u, dz = _plus(u, back.g), _spread(dz, back.z)
+    return u
+
+
+def reverse(
+    problem: Problem, inputs: Inputs, end: Exact, turns: Any, ct: Cotangents, dlosses: Array | None
+) -> tuple[Exact, Cotangents]:
+    """From the last state to the first, and the cotangents of all inputs. Call it inside `jax.enable_x64(True)`."""
+    rule = problem.rule
+    *others, params = rule.chain
+    constant, stepped = split_steps(inputs.h, problem.steps)
+    first_order = _first_order(problem, with_theta=ct.theta is not None)
+
+    def body(consts: Any, carry: Any, x: Any) -> tuple[Any, Any]:
+        state, (dz, dconstant, dtheta) = carry
+        (constant, theta, frozen), (t, stepped, turns, dloss) = consts, x
+        h = join_steps(constant, stepped)
+        ct = Cotangents(dz, jax.tree.map(jnp.zeros_like, h), dtheta)
+
+        def undo_others(state: Exact, ct: Cotangents, g: list[Array]) -> tuple[Exact, Cotangents, list[Array]]:
+            u = [jnp.zeros_like(x) for x in g]
+            for link in reversed(others):
+                state, ct, dg = undo_link(rule, link, state, ct, h, turns, g)
+                u = _plus(u, dg)
+            return state, ct, u
+
+        state, ct, _ = undo_link(rule, params, state, ct, h, turns, None)
+        w = rule.decoded(state.z, params)
+        if problem.linear:
+            u = gradient_cotangent(rule, state.z, ct.z, h, w)
+            (g, g_theta), (hu, cross) = _along(problem, lambda w: first_order(w, theta, frozen, t), w, u)
+            state, ct, _ = undo_others(state, ct, g)
+        else:
+            (g, g_theta), second_order = _linearized(problem, lambda w: first_order(w, theta, frozen, t), w)
+            state, ct, u = undo_others(state, ct, g)
+            hu, cross = second_order(u)
+
+        dw, dtheta = _plus(ct.z[PARAMS], hu), _plus(dtheta, cross)
+        if dloss is not None:
+            dw = jax.tree.map(lambda a, b: a + dloss * b, dw, g)
+            dtheta = jax.tree.map(lambda a, b: a + dloss * b, dtheta, g_theta)
+        dstepped = [{k: dh[k] for k in hj} for dh, hj in zip(ct.h, stepped, strict=True)]
+        dconstant = [{k: dh[k] + old[k] for k in old} for dh, old in zip(ct.h, dconstant, strict=True)]
+        return (state, ({**ct.z, PARAMS: dw}, dconstant, dtheta)), dstepped
+
+    xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns, dlosses)
+    carry = (end, (ct.z, jax.tree.map(jnp.zeros_like, constant), ct.theta))
+    consts = (constant, inputs.theta, inputs.frozen)
+    (start, (dz, dconstant, dtheta)), dstepped = problem.run(body, consts, carry, xs, reverse=True)
+    dh = join_steps(jax.tree.map(lambda x: x[None], dconstant), dstepped)
+    dh = [{k: d.reshape(hj[k].shape) for k, d in dj.items()} for dj, hj in zip(dh, inputs.h, strict=True)]
+    return start, Cotangents(dz, dh, dtheta)
+
+
+def _first_order(problem: Problem, with_theta: bool) -> Callable[..., tuple[list[Array], list[Array] | None]]:
+    """(w, theta, frozen, t) -> (gradient in w, gradient in theta or None)."""
+    if with_theta:
+        return problem.maybe_jit(jax.grad(problem.value, argnums=(0, 1)))
+    gradient = jax.grad(problem.value)
+    return problem.maybe_jit(lambda w, *rest: (gradient(w, *rest), None))
+
+
+def _along(problem: Problem, first_order: Callable[..., Any], w: list[Array], u: list[Array]) -> Any:
+    """Forward over reverse: ((g, g_theta), (H u, (d_theta g)^T u)) from one jvp, without residuals of residuals."""
+    with jax.enable_x64(problem.x64):
+        return settled(jax.jvp(first_order, (settled(w),), (settled(u),)))
+
+
+def _linearized(problem: Problem, first_order: Callable[..., Any], w: list[Array]) -> Any:
+    """((g, g_theta), u -> (H u, (d_theta g)^T u)), for rules whose u is known only after g."""
+    with jax.enable_x64(problem.x64):
+        primal, tangent = jax.linearize(first_order, settled(w))
+
+    def second_order(u: list[Array]) -> Any:
+        with jax.enable_x64(problem.x64):
+            return settled(tangent(settled(u)))
+
+    return settled(primal), second_order
+
+
+def _plus(a: Any, b: Any) -> Any:
+    return jax.tree.map(lambda x, y: x + y.astype(x.dtype), a, b)
+
+
+def _spread(dz: Values, read: list[dict[str, Array]]) -> Values:
+    """Add what each leaf's increment passes back to the links that it read."""
+    columns = {name: [_plus_one(x, row, name) for x, row in zip(dz[name], read, strict=True)] for name in dz}
+    return columns
+
+
+def _plus_one(x: Array, row: dict[str, Array], name: str) -> Array:
+    return x + row[name] if name in row else x
+
+
+def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
+    """Sum a cotangent over the axes along which its primal was broadcast."""
+    if x.shape == shape:
+        return x
+    x = x.sum(axis=tuple(range(x.ndim - len(shape))))
+    axes = tuple(i for i, (a, b) in enumerate(zip(x.shape, shape, strict=True)) if a != b)
+    return x.sum(axis=axes, keepdims=True)

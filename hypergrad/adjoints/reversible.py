@@ -1,0 +1,216 @@
+"""`Reversible`: the derivative of training from its reversal. The only custom VJP of the library."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.custom_derivatives import SymbolicZero
+
+from hypergrad.adjoints.backward import Cotangents, reverse
+from hypergrad.errors import REVERSAL, Status, current_ledger, mask, surface
+from hypergrad.exact import words_needed
+from hypergrad.loop.forward import forward
+from hypergrad.loop.problem import Inputs, Problem, schedules, turns_of
+from hypergrad.loop.status import Outcome, assess
+from hypergrad.loop.step import Exact, returned, start
+from hypergrad.optimizers.chain import concrete, first_true, link_numerators
+
+
+@dataclasses.dataclass(frozen=True)
+class Reversible:
+    """Reverse the run bit for bit and recompute what the derivative needs (thesis, Algorithms 6 and 7).
+
+    Memory: 8 bytes per link and parameter, 8 more per decaying link, log2(1/decay) bits per step, and one step's
+    activations. First derivatives only: for second ones take `Unrolled`.
+
+    capacity: 32-bit words per parameter for the lost digits; None: exactly as many as needed where the decays are known
+    when the program is built, else ceil(steps / 32), one bit a step. fraction_bits: of the parameters' grid; None: 52 for
+    float64 (range +-1024), 48 for float32 (range +-16384). driver: "scan" (compiled whole) or "host" (a Python loop over
+    a jitted step; not under jit or vmap); None: "scan". buffer: "device", or "gmpy2": one arbitrary-precision integer per
+    parameter, the slow reference, on the host.
+    """
+
+    capacity: int | None = None
+    fraction_bits: int | None = None
+    driver: str | None = None
+    buffer: str = "device"
+
+    def __post_init__(self) -> None:
+        if self.buffer not in ("device", "gmpy2"):
+            raise ValueError(f'`buffer` must be "device" or "gmpy2"; got {self.buffer!r}.')
+        if self.driver not in (None, "scan", "host"):
+            raise ValueError(f'`driver` must be "scan", "host" or None; got {self.driver!r}.')
+        if self.buffer == "gmpy2" and self.driver == "scan":
+            raise ValueError('buffer="gmpy2" lives in Python and needs driver="host" (or None); got driver="scan".')
+        if self.capacity is not None and (not isinstance(self.capacity, int) or self.capacity < 0):
+            raise ValueError(f"`capacity` must be None or a count of 32-bit words per parameter; got {self.capacity!r}.")
+        if self.fraction_bits is not None and not 8 <= self.fraction_bits <= 60:
+            raise ValueError(f"`fraction_bits` must be from 8 to 60; got {self.fraction_bits!r}.")
+
+    @property
+    def driver_name(self) -> str:
+        if self.buffer == "gmpy2":
+            return "host_eager"
+        return self.driver or "scan"
+
+    def run(self, problem: Problem, inputs: Inputs) -> Outcome:
+        if problem.driver != "scan" and not _unperturbed_is_concrete(inputs):
+            raise ValueError(
+                f"driver={problem.driver.split('_')[0]!r} runs training from Python, so it cannot be traced by jax.jit or "
+                'jax.vmap. Call it outside of them (hg.optimize(..., jit=False)), or take driver="scan".'
+            )
+        return _run(problem, self.capacity, *inputs)
+
+
+def _unperturbed_is_concrete(inputs: Inputs) -> bool:
+    # Under an eager jax.grad the differentiated leaves are tracers that carry values; steps and batches are not.
+    return not any(isinstance(x, jax.interpreters.partial_eval.DynamicJaxprTracer) for x in jax.tree.leaves(inputs))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(problem: Problem, capacity: int | None, values: Any, h: Any, theta: Any, frozen: Any) -> Outcome:
+    outcome, _ = _forward(problem, None, Inputs(values, h, theta, frozen))
+    return outcome
+
+
+class Residuals(NamedTuple):
+    inputs: Inputs
+    end: Exact
+    with_theta: "_Flag"
+
+
+class _Flag(eqx.Module):
+    value: bool = eqx.field(static=True)
+
+
+def _run_fwd(problem: Problem, capacity: int | None, *inputs: Any) -> tuple[Outcome, Residuals]:
+    perturbed = Inputs(*jax.tree.map(lambda x: x.perturbed, inputs))
+    arrays = Inputs(*jax.tree.map(lambda x: x.value, inputs))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(perturbed.frozen):
+        if leaf:
+            raise ValueError(
+                f"`batches` is differentiated (its array leaf {path[-1].idx}), and its gradient would be lost. "
+                "Pass learned data through `theta`."
+            )
+    with jax.enable_x64(True):
+        words = _capacities(problem, arrays.h, capacity)
+    outcome, end = _forward(problem, words, arrays)
+    return outcome, Residuals(arrays, end, _Flag(any(jax.tree.leaves(perturbed.theta))))
+
+
+def _run_bwd(problem: Problem, capacity: int | None, residuals: Residuals, ct: Outcome) -> tuple[Any, ...]:
+    inputs = residuals.inputs
+    dvalues = jax.tree.map(_dense, ct.values, is_leaf=_is_zero)
+    dlosses = None if _is_zero(ct.losses) else ct.losses
+    gradients, intact = _backward(problem, inputs, residuals.end, dvalues, dlosses, residuals.with_theta.value)
+    ok = surface(_certificate(problem, intact), problem.throw)
+    dvalues, dh, dtheta = mask(ok, gradients)
+    return dvalues, dh, dtheta, None
+
+
+_run.defvjp(_run_fwd, _run_bwd, symbolic_zeros=True)
+
+
+def _once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Integers have no tangents: a derivative through the passes themselves would silently be zero. Raise instead."""
+
+    @functools.wraps(function)
+    def wrapped(problem: Problem, static: Any, *args: Any) -> Any:
+        run = jax.custom_jvp(lambda *a: function(problem, static, *a))
+
+        @run.defjvp
+        def refuse(primals: Any, tangents: Any) -> Any:
+            raise TypeError(
+                "hg.Reversible has first derivatives only; this differentiates it a second time (or forwards, by jvp). "
+                "Pass adjoint=hg.Unrolled() to hg.train for the runs that are differentiated twice."
+            )
+
+        return run(*args)
+
+    return wrapped
+
+
+def _forward(problem: Problem, capacity: dict[str, int] | None, inputs: Inputs) -> tuple[Outcome, Exact]:
+    with jax.enable_x64(True):
+        key = None if capacity is None else tuple(sorted(capacity.items()))
+        return _once(_jitted_forward if problem.driver == "scan" else _forward_pass)(problem, key, inputs)
+
+
+def _forward_pass(problem: Problem, capacity: tuple[Any, ...] | None, inputs: Inputs) -> tuple[Outcome, Exact]:
+    names = {link.name: None for link in problem.rule.chain}
+    words: dict[str, int | None] = {**names, **dict(capacity or ())}
+    plan = schedules(problem, inputs.h)
+    state = start(problem.rule, inputs.values, words)
+    end, losses, magnitudes = forward(problem, inputs, state, turns_of(plan))
+    values = {link.name: problem.rule.decoded(end.z, link) for link in problem.rule.chain}
+    status = assess(problem, inputs.values, inputs.h, plan, magnitudes, losses, words)
+    return Outcome(values, losses, status), end
+
+
+_jitted_forward = jax.jit(_forward_pass, static_argnums=(0, 1))
+
+
+def _backward(problem: Problem, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any, with_theta: bool) -> Any:
+    with jax.enable_x64(True):
+        function = _once(_jitted_backward if problem.driver == "scan" else _backward_pass)
+        return function(problem, with_theta, inputs, end, dvalues, dlosses)
+
+
+def _backward_pass(
+    problem: Problem, with_theta: bool, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any
+) -> tuple[tuple[Any, Any, Any], Array]:
+    rule = problem.rule
+    dz = {name: [d.astype(t) for d, t in zip(ds, rule.dtypes, strict=True)] for name, ds in dvalues.items()}
+    dtheta = jax.tree.map(jnp.zeros_like, inputs.theta) if with_theta else None
+    dh = [{k: jnp.zeros_like(x) for k, x in hj.items()} for hj in inputs.h]
+    turns = turns_of(schedules(problem, inputs.h))
+    first, ct = reverse(problem, inputs, end, turns, Cotangents(dz, dh, dtheta), dlosses)
+    gradients = jax.tree.map(lambda d, x: d.astype(x.dtype), ct.z, inputs.values)
+    zeros = jax.tree.map(jnp.zeros_like, inputs.theta)
+    return (gradients, ct.h, zeros if ct.theta is None else ct.theta), returned(rule, inputs.values, first)
+
+
+_jitted_backward = jax.jit(_backward_pass, static_argnums=(0, 1))
+
+
+def _certificate(problem: Problem, intact: Array) -> Status:
+    place = first_true(~intact.reshape(-1))
+    code = jnp.where(intact.all(), 0, REVERSAL).astype(jnp.int32)
+    none = jnp.zeros((), jnp.float32)
+    return Status(code, -jnp.ones_like(place), place, none, jnp.zeros_like(place), none, none, *problem.labels)
+
+
+def _capacities(problem: Problem, h: Any, capacity: int | None) -> dict[str, int]:
+    """Words per parameter and link to allocate."""
+    at_least = (ledger.capacity or 0) if (ledger := current_ledger()) else 0
+    result = {}
+    for k, link in enumerate(problem.rule.chain):
+        if not link.decay:
+            continue
+        if capacity is not None:
+            result[link.name] = capacity
+        elif concrete(h):
+            result[link.name] = max(_exact_words(problem, link, hj) for hj in h)
+        elif problem.words[k] is not None:
+            result[link.name] = problem.words[k]
+        else:
+            result[link.name] = max(-(-problem.steps // 32), at_least)
+    return result
+
+
+def _exact_words(problem: Problem, link: Any, hj: Any) -> int:
+    return words_needed(np.asarray(link_numerators(link, hj, problem.steps)), link.denominator)
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+def _dense(x: Any) -> Array:
+    return jnp.zeros(x.shape, x.dtype) if _is_zero(x) else x

@@ -1,0 +1,115 @@
+"""`Unrolled` and `Checkpointed`: the derivative of the same fixed-point map by JAX's own reverse mode.
+
+Invariant: the carry holds every link twice, as integers and as a float `shadow` whose value is the decoded integers and
+whose derivative is that of the real update. No derivative code is shared with `Reversible`: this is its oracle.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hypergrad.exact import decode, magnitude, substitute
+from hypergrad.loop.problem import Inputs, Problem, join_steps, schedules, split_steps, turns_of
+from hypergrad.loop.status import Outcome, assess
+from hypergrad.loop.step import Exact, Values, advance, increment, start
+from hypergrad.optimizers.chain import PARAMS
+
+
+Scan = Callable[[Callable[[Any, Any], tuple[Any, Any]], Any, Any], tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unrolled:
+    """Store every step of the same training run and differentiate through it, as often as one likes.
+
+    Memory grows with steps times activations; the road for second derivatives and for tests.
+    """
+
+    fraction_bits: int | None = None
+    driver_name = "scan"
+    buffer = "device"
+
+    def run(self, problem: Problem, inputs: Inputs) -> Outcome:
+        return _run(problem, inputs, jax.lax.scan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpointed:
+    """Store `checkpoints` states of the same training run and replay the stretches between them.
+
+    checkpoints: how many; None: about sqrt(steps), which stores least. Memory: (checkpoints + steps / checkpoints) states
+    and one step's activations. Differentiable any number of times.
+    """
+
+    checkpoints: int | None = None
+    fraction_bits: int | None = None
+    driver_name = "scan"
+    buffer = "device"
+
+    def __post_init__(self) -> None:
+        if self.checkpoints is not None and (not isinstance(self.checkpoints, int) or self.checkpoints < 1):
+            raise ValueError(f"`checkpoints` must be None or an integer of at least 1; got {self.checkpoints!r}.")
+
+    def run(self, problem: Problem, inputs: Inputs) -> Outcome:
+        checkpoints = min(self.checkpoints or max(round(math.sqrt(problem.steps)), 1), problem.steps)
+        return _run(problem, inputs, functools.partial(_checkpointed_scan, checkpoints=checkpoints))
+
+
+def _run(problem: Problem, inputs: Inputs, scan: Scan) -> Outcome:
+    rule = problem.rule
+    with jax.enable_x64(True):
+        plan = schedules(problem, jax.lax.stop_gradient(inputs.h))
+        capacity = {link.name: None for link in rule.chain}
+        state = start(rule, jax.lax.stop_gradient(inputs.values), capacity)
+        constant, stepped = split_steps(inputs.h, problem.steps)
+
+        def body(carry: tuple[Exact, Values], x: Any) -> tuple[tuple[Exact, Values], Any]:
+            state, shadow = carry
+            t, stepped, turns = x
+            h = join_steps(constant, stepped)
+            decoded = rule.decoded(state.z, rule.chain[-1])
+            w = [substitute(s.astype(d.dtype), d) for s, d in zip(shadow[PARAMS], decoded, strict=True)]
+            value, g = problem.gradient(w, inputs.theta, inputs.frozen, t)
+            magnitudes = []
+            for link in rule.chain:
+                others = [{k.name: shadow[k.name][j] for k in rule.chain if k is not link} for j in rule.leaves]
+                updates = [increment(link, h[j], others[j], g[j]) for j in rule.leaves]
+                state = advance(rule, link, state, jax.lax.stop_gradient(h), turns, jax.lax.stop_gradient(updates))
+                floats = [decode(*a) for a in zip(state.z[link.name], rule.bits(link), rule.dtypes, strict=True)]
+                magnitudes.append(jnp.stack([magnitude(*a) for a in zip(floats, updates, strict=True)]))
+                rho = [hj[link.decay] if link.decay else 1 for hj in h]
+                real = [r * s + u for r, s, u in zip(rho, shadow[link.name], updates, strict=True)]
+                shadow = {**shadow, link.name: [substitute(*a) for a in zip(real, floats, strict=True)]}
+            return (state, shadow), (value, jax.lax.stop_gradient(jnp.stack(magnitudes)))
+
+        first = {
+            link.name: [
+                substitute(x.astype(t), decode(z, b, t))
+                for x, z, b, t in zip(inputs.values[link.name], state.z[link.name], rule.bits(link), rule.dtypes, strict=True)
+            ]
+            for link in rule.chain
+        }
+        xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns_of(plan))
+        (end, shadow), (losses, magnitudes) = scan(body, (state, first), xs)
+        values = {**shadow, PARAMS: []}
+        for s, d in zip(shadow[PARAMS], rule.decoded(end.z, rule.chain[-1]), strict=True):
+            values[PARAMS].append(substitute(s.astype(d.dtype), d))
+        status = assess(problem, inputs.values, inputs.h, plan, magnitudes, losses, capacity)
+        return Outcome(values, losses, jax.lax.stop_gradient(status))
+
+
+def _checkpointed_scan(body: Any, carry: Any, xs: Any, checkpoints: int) -> tuple[Any, Any]:
+    """`lax.scan` that keeps `checkpoints` carries, and inside the stretch being replayed one carry a step."""
+    inner = functools.partial(jax.lax.scan, jax.checkpoint(body))
+    steps = jax.tree.leaves(xs)[0].shape[0]
+    length = steps // checkpoints
+    whole = length * checkpoints
+    grouped = jax.tree.map(lambda x: x[:whole].reshape(checkpoints, length, *x.shape[1:]), xs)
+    carry, ys = jax.lax.scan(jax.checkpoint(inner), carry, grouped)
+    carry, rest = inner(carry, jax.tree.map(lambda x: x[whole:], xs))
+    return carry, jax.tree.map(lambda y, r: jnp.concatenate([y.reshape(whole, *y.shape[2:]), r]), ys, rest)

@@ -1,0 +1,125 @@
+"""Sources of batches: pure functions `t -> batch`, so that the reverse pass sees at step t what the forward pass saw.
+
+Invariant: `source(t)` depends on t and on the leaves of `source`, on nothing else.
+"""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+_SHUFFLE_ROUNDS = 32
+
+
+class FullBatch(eqx.Module):
+    """Made by `hg.full_batch`."""
+
+    data: Any
+
+    def __call__(self, t: Array) -> Any:
+        del t
+        return self.data
+
+
+class Stacked(eqx.Module):
+    """Made by `hg.stacked`."""
+
+    arrays: Any
+
+    @property
+    def steps(self) -> int:
+        return jax.tree.leaves(self.arrays)[0].shape[0]
+
+    def __call__(self, t: Array) -> Any:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, t, 0, keepdims=False), self.arrays)
+
+
+class Minibatches(eqx.Module):
+    """Made by `hg.minibatches`."""
+
+    data: Any
+    key: Array
+    batch_size: int = eqx.field(static=True)
+    replacement: bool = eqx.field(static=True)
+
+    def __call__(self, t: Array) -> Any:
+        indices = self.indices(t)
+        return jax.tree.map(lambda x: x[indices], self.data)
+
+    def indices(self, t: Array) -> Array:
+        """int32 [batch_size]: the rows of step t."""
+        size = jax.tree.leaves(self.data)[0].shape[0]
+        if self.replacement:
+            return jax.random.randint(jax.random.fold_in(self.key, t), (self.batch_size,), 0, size, jnp.int32)
+        # Position in the endless stream of passes; a batch may end one pass and begin the next. The first
+        # `size` steps are exactly `batch_size` passes, which keeps the products below 2^31 for any t.
+        cycle, t = t // size, t % size
+        position = t * self.batch_size + jnp.arange(self.batch_size, dtype=jnp.int32)
+        epoch = cycle * self.batch_size + position // size
+        return _shuffled(self.key, epoch.astype(jnp.uint32), position % size, size)
+
+
+def full_batch(data: Any) -> FullBatch:
+    """t -> data: every step sees all of it. A pytree of arrays."""
+    return FullBatch(jax.tree.map(jnp.asarray, data))
+
+
+def stacked(arrays: Any) -> Stacked:
+    """t -> arrays[t]: the leading axis is the step, and its length gives `steps`. A pytree of arrays [steps, ...]."""
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    _leading_axis("hg.stacked", arrays)
+    return Stacked(arrays)
+
+
+def minibatches(data: Any, batch_size: int, key: Array, replacement: bool = False) -> Minibatches:
+    """t -> `batch_size` rows of `data`: shuffled passes over all rows, or independent draws with `replacement`.
+
+    data: a pytree of arrays [examples, ...]; key: a JAX key, the only source of randomness. Without replacement every
+    pass sees each example once in an order of its own (swap-or-not shuffle, Hoang, Morris, Rogaway 2012: the row at a
+    position is computed, no permutation is stored), and no rest is dropped: a batch may straddle two passes.
+    """
+    data = jax.tree.map(jnp.asarray, data)
+    size = _leading_axis("hg.minibatches", data)
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or not 1 <= batch_size <= size:
+        raise ValueError(f"`batch_size` must be an integer from 1 to the {size} examples of `data`; got {batch_size!r}.")
+    if size * batch_size >= 2**31:
+        raise ValueError(f"{size} examples x batch_size {batch_size} overflows 32-bit positions; take smaller batches.")
+    return Minibatches(data, key, batch_size, replacement)
+
+
+def _leading_axis(name: str, arrays: Any) -> int:
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    if not leaves:
+        raise ValueError(f"{name} got no arrays.")
+    sizes = {jax.tree_util.keystr(path): x.shape[0] if x.ndim else None for path, x in leaves}
+    if len(set(sizes.values())) > 1 or None in sizes.values() or 0 in sizes.values():
+        listed = ", ".join(f"{path or 'data'}: {size}" for path, size in sizes.items())
+        raise ValueError(f"{name} needs arrays with one equal, non-empty leading axis; got lengths {listed}.")
+    return next(iter(sizes.values()))
+
+
+def _shuffled(key: Array, epoch: Array, x: Array, size: int) -> Array:
+    """The row at position x of a pass: a keyed permutation of 0..size-1, computed pointwise.
+
+    Each round pairs x with (k - x) mod size and swaps the pair or not by one hashed bit, so it is its own inverse.
+    """
+    words = jax.random.bits(key, (_SHUFFLE_ROUNDS, 2), jnp.uint32)
+
+    def one_round(x: Array, words: Array) -> tuple[Array, None]:
+        pivot = (_hash(words[0], epoch) % size).astype(jnp.int32)
+        partner = (pivot - x) % size
+        swap = _hash(words[1] ^ _hash(words[0], epoch), jnp.maximum(x, partner).astype(jnp.uint32)) >> 31
+        return jnp.where(swap == 1, partner, x), None
+
+    return jax.lax.scan(one_round, x, words, unroll=True)[0]
+
+
+def _hash(seed: Array, x: Array) -> Array:
+    """A 32-bit mix of (seed, x): murmur3's finalizer."""
+    x = x * jnp.uint32(0x9E3779B9) ^ seed
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

@@ -1,0 +1,207 @@
+"""What can go wrong while training, as a value (`Status`), as an exception, and as one sentence used by both.
+
+Invariant: a run whose status is not OK returns NaN in every float it returns, whether or not it raises.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+class HypergradError(Exception):
+    """Base of the errors that a training run can end in; `.status` holds the numbers of the sentence."""
+
+    status: "Status | None" = None
+
+
+class ReversalError(HypergradError):
+    """The reversed run did not end on the bits it started from: the derivative would belong to another trajectory."""
+
+
+class RangeError(HypergradError, ValueError):
+    """A parameter or accumulator left the range of its grid, or a decay its interval."""
+
+
+class BufferFullError(HypergradError):
+    """More digits were lost than the information buffer has words for; `.status.words` says how many it needs."""
+
+
+class NonFiniteError(HypergradError, FloatingPointError):
+    """A loss, gradient, update or hypergradient is NaN or infinite."""
+
+
+for _class in (HypergradError, ReversalError, RangeError, BufferFullError, NonFiniteError):
+    _class.__module__ = "hypergrad"  # so that a traceback from compiled code reads "hypergrad.ReversalError: ..."
+
+OK, DECAY, NON_FINITE, RANGE, BUFFER_FULL, REVERSAL = range(6)
+_CLASSES: dict[int, type[HypergradError]] = {
+    DECAY: RangeError,
+    NON_FINITE: NonFiniteError,
+    RANGE: RangeError,
+    BUFFER_FULL: BufferFullError,
+    REVERSAL: ReversalError,
+}
+
+
+class Status(eqx.Module):
+    """How a run went, as numbers that live in compiled code. Scalars, or batched under `jax.vmap`.
+
+    code: int32, 0 = fine; step, place: int32, where first (-1: does not apply); magnitude: float32, the value found;
+    words: int32, 32-bit buffer words a parameter needs; bits, ideal_bits: float32, per parameter and step, stored
+    and log2(1/rho); names: what `place` indexes.
+    """
+
+    code: Array
+    step: Array
+    place: Array
+    magnitude: Array
+    words: Array
+    bits: Array
+    ideal_bits: Array
+    names: tuple[str, ...] = eqx.field(static=True)
+    limits: tuple[float, ...] = eqx.field(static=True)
+
+    @property
+    def ok(self) -> Array:
+        return self.code == OK
+
+    def sentence(self) -> str:
+        """What happened, where, and what to do next; "" if nothing did."""
+        code, step, place, words = (int(x) for x in (self.code, self.step, self.place, self.words))
+        value = float(self.magnitude)
+        where = self.names[place] if 0 <= place < len(self.names) else "the loss"
+        at = f" at step {step}" if step >= 0 else ""
+        match code:
+            case 0:
+                return ""
+            case 1:
+                return decay_sentence(where, value, step)
+            case 2:
+                return (
+                    f"{where} became NaN or infinite{at}. Training diverged or the loss is not finite there: lower the "
+                    "learning rate, clip the gradient, or check the loss for log(0), sqrt(0) and 0/0."
+                )
+            case 3:
+                limit = self.limits[place]
+                return (
+                    f"{where} left the range of its fixed-point grid{at}: magnitude {value:.4g}, range +-{limit:.4g}. "
+                    "Lower the learning rate or the init scale, or take fewer fraction bits: "
+                    "hg.Reversible(fraction_bits=...) doubles the range with each bit less."
+                )
+            case 4:
+                return (
+                    f"the information buffer needs {words} 32-bit words per parameter and has fewer. "
+                    f"Pass adjoint=hg.Reversible(capacity={words})."
+                )
+            case _:
+                return (
+                    f"the reversed run did not return to the initial bits of {where}, so its derivative is not that of "
+                    "this training run. The gradients differed between the two passes: either `batches` gives another "
+                    "batch the second time (it must be a pure function of t), or the loss is not deterministic on this "
+                    "device. hg.check_reversal(...) finds the step."
+                )
+
+    def error(self) -> HypergradError:
+        error = _CLASSES[int(self.code)](self.sentence())
+        error.status = self
+        return error
+
+    def worst(self) -> "Status":
+        """One element of a batched status: the first that failed, or else the one that needs most words."""
+        flat = jax.tree.map(lambda x: np.asarray(x).reshape(-1), self)
+        failed = np.flatnonzero(flat.code)
+        index = failed[0] if failed.size else np.argmax(flat.words)
+        return jax.tree.map(lambda x: x[index], flat)
+
+
+def decay_sentence(name: str, value: float, step: int = -1, denominator: int = 2**16) -> str:
+    """The sentence for a decay outside (0, 1), or inside but rounding to 0 or 1."""
+    at = f" at step {step}" if step >= 0 else ""
+    if value <= 0:
+        why = "With 0 the step forgets its past and has no inverse, and a negative decay is not a decay."
+        nearest = 1 / denominator
+    elif value > 0 and value < 1 and round(value * denominator) == 0:
+        why, nearest = f"It rounds to 0 on the grid of 1/{denominator}, and a step that forgets has no inverse.", 1 / denominator
+    elif value < 1:
+        why = f"It rounds to 1 on the grid of 1/{denominator}, so nothing would decay and nothing would move."
+        nearest = 1 - 1 / denominator
+    else:
+        why, nearest = "With 1 nothing decays and the update vanishes; above 1 it grows without bound.", 1 - 1 / denominator
+    if np.isnan(value):
+        why, nearest = "It is NaN.", 1 - 1 / denominator
+    return f"`{name}` must be in (0, 1); got {value!r}{at}. {why} The nearest representable value is {nearest!r}."
+
+
+class Ledger:
+    """Collects the statuses of the runs inside one evaluation, from compiled code too (`listen`)."""
+
+    def __init__(self) -> None:
+        self.statuses: list[Status] = []
+        self.capacity: int | None = None  # words per parameter, at least, for runs that leave the choice to us
+
+    def record(self, status: Status) -> None:
+        self.statuses.append(status.worst())
+
+    def summary(self) -> Status | None:
+        """The first failure, or else the last report (a reverse pass reports after its forward pass)."""
+        failed = [s for s in self.statuses if int(s.code) != OK]
+        return failed[0] if failed else (self.statuses[-1] if self.statuses else None)
+
+
+_LEDGER: contextvars.ContextVar[Ledger | None] = contextvars.ContextVar("hypergrad_ledger", default=None)
+
+
+@contextlib.contextmanager
+def listen(ledger: Ledger) -> Iterator[Ledger]:
+    """Runs traced or executed inside report to `ledger`; compiled code keeps reporting to the one it was traced with."""
+    token = _LEDGER.set(ledger)
+    try:
+        yield ledger
+    finally:
+        _LEDGER.reset(token)
+
+
+def current_ledger() -> Ledger | None:
+    return _LEDGER.get()
+
+
+def surface(status: Status, throw: bool) -> Array:
+    """Raise if `status` is bad, now or from compiled code; returns its `ok` flag (bool []) to mask results with."""
+    ledger = _LEDGER.get()
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(status)):
+        _report(status, ledger, throw)
+        return jnp.asarray(status.ok)
+    if not throw and ledger is None:
+        return status.ok
+    return _call_back(lambda *leaves: _report_leaves(status, leaves, ledger, throw), status)
+
+
+def _call_back(function: Callable[..., Any], status: Status) -> Array:
+    # A pure callback whose result masks every output: it cannot be dropped while any output is used.
+    leaves = jax.tree.leaves(jax.lax.stop_gradient(status))
+    return jax.pure_callback(function, jax.ShapeDtypeStruct((), jnp.bool_), *leaves, vmap_method="expand_dims")
+
+
+def _report_leaves(status: Status, leaves: tuple[Any, ...], ledger: Ledger | None, throw: bool) -> np.ndarray:
+    concrete = jax.tree.unflatten(jax.tree.structure(status), [np.asarray(x) for x in leaves])
+    _report(concrete, ledger, throw)
+    return np.asarray(concrete.code == OK)
+
+
+def _report(status: Status, ledger: Ledger | None, throw: bool) -> None:
+    if ledger is not None:
+        ledger.record(status)
+    if throw and int((worst := status.worst()).code) != OK:
+        raise worst.error()
+
+
+def mask(ok: Array, tree: Any) -> Any:
+    """NaN in every float leaf where `ok` is False."""
+    return jax.tree.map(lambda x: jnp.where(ok, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

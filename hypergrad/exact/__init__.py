@@ -1,0 +1,36 @@
+"""Integers: the grid, exactly reversible multiplication by n/d, information buffers. Knows no loss and no optimizer."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hypergrad.exact import buffer as _device
+from hypergrad.exact import gmpy as _gmpy
+from hypergrad.exact.buffer import Schedule as Schedule
+from hypergrad.exact.buffer import Turn as Turn
+from hypergrad.exact.buffer import WORD_BITS as WORD_BITS
+from hypergrad.exact.buffer import schedule as schedule
+from hypergrad.exact.buffer import words_needed as words_needed
+from hypergrad.exact.grid import decode as decode
+from hypergrad.exact.grid import default_fraction_bits as default_fraction_bits
+from hypergrad.exact.grid import encode as encode
+from hypergrad.exact.grid import grid_range as grid_range
+from hypergrad.exact.grid import magnitude as magnitude
+from hypergrad.exact.ratio import FINE_DENOMINATOR as FINE_DENOMINATOR
+from hypergrad.exact.ratio import MOMENTUM_DENOMINATOR as MOMENTUM_DENOMINATOR
+from hypergrad.exact.ratio import divide as divide
+from hypergrad.exact.ratio import numerator as numerator
+from hypergrad.exact.ratio import substitute as substitute
+from hypergrad.exact.ratio import to_ratio as to_ratio
+
+
+class InformationBuffer(NamedTuple):
+    """An information buffer: where the digits go that a multiplication by n/d would lose."""
+
+    empty: Callable[[tuple[int, ...], int | None], Any]  # (shape, capacity) -> buffer
+    multiply_by: Callable[..., tuple[Any, Any]]  # (buffer, c, n, denominator, turn) -> (buffer, c)
+    divide_by: Callable[..., tuple[Any, Any]]  # the inverse, same arguments
+    is_empty: Callable[[Any], Any]  # buffer -> bool
+
+
+DEVICE = InformationBuffer(_device.empty_buffer, _device.multiply_by, _device.divide_by, _device.is_empty)
+GMPY2 = InformationBuffer(_gmpy.empty_buffer, _gmpy.multiply_by, _gmpy.divide_by, _gmpy.is_empty)

@@ -1,0 +1,121 @@
+"""Exactly reversible multiplication by n/d (thesis, Algorithm 7) with an information buffer on the device.
+
+Invariant: `divide_by(*multiply_by(buffer, c, ...), ...) == (buffer, c)`, bit for bit.
+
+The buffer of Algorithm 7 is one unbounded integer i per parameter. Here it is a head (int64) and a stack of 32-bit
+words: whenever the head could overflow, its low 32 bits move to the stack. When that is depends on n_1..n_T alone:
+
+    bound <- (bound * d + d - 1) div n          largest value any head of the leaf can hold after this step
+    if bound >= 2^62 / d: spill one word, bound <- bound div 2^32
+
+so the schedule is computed before the loop, and both passes read it. One multiplication adds at most log2 d <= 24 bits:
+one word a step is always enough, and a head stays below 2^62.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from hypergrad.exact.ratio import divide
+
+
+WORD_BITS = 32
+HEAD_BITS = 62
+
+
+class Turn(NamedTuple):
+    """Whether this step spills, and the stack slot it may write: scalars, or arrays with a leading step axis."""
+
+    spills: Array  # bool
+    slot: Array  # int32, the number of words spilled before
+
+
+class Buffer(NamedTuple):
+    """Lost digits of one leaf of one link."""
+
+    head: Array  # int64, the parameter's shape
+    stack: Array | None  # uint32 [capacity + 1, ...]; None drops the words (a run that will not be reversed)
+
+
+def empty_buffer(shape: tuple[int, ...], capacity: int | None) -> Buffer:
+    """`capacity`: words per parameter; one slot more is allocated, since every step writes its candidate."""
+    stack = None if capacity is None else jnp.zeros((capacity + 1, *shape), jnp.uint32)
+    return Buffer(jnp.zeros(shape, jnp.int64), stack)
+
+
+def is_empty(buffer: Buffer) -> Array:
+    return jnp.all(buffer.head == 0)
+
+
+def multiply_by(buffer: Buffer, c: Array, n: Array, denominator: int, turn: Turn) -> tuple[Buffer, Array]:
+    """c <- c n/d, the digit lost kept in the buffer (Algorithm 7).
+
+    int64 [...], n: int64 [] or [...], 1 <= n <= d, d = `denominator` a power of two.
+    """
+    i, stack, k = *buffer, _log2(denominator)
+    i, c = (i << k) | (c & (denominator - 1)), c >> k  # l. 2-4: i = i d + c mod d, c = c div d
+    i, digit = divide(i, n)  # l. 6-7: i mod n, i = i div n
+    c = c * n + digit  # l. 5-6
+    return _spill(i, stack, turn), c
+
+
+def divide_by(buffer: Buffer, c: Array, n: Array, denominator: int, turn: Turn) -> tuple[Buffer, Array]:
+    """The inverse of `multiply_by`: its lines in reverse order."""
+    (i, stack), k = _unspill(buffer, turn), _log2(denominator)
+    c, digit = divide(c, n)  # l. 5-6
+    i = i * n + digit  # l. 6-7
+    i, c = i >> k, (c << k) | (i & (denominator - 1))  # l. 2-4
+    return Buffer(i, stack), c
+
+
+def _spill(i: Array, stack: Array | None, turn: Turn) -> Buffer:
+    # Every step writes its candidate word and only a spilling one moves on: cheaper than a branch under vmap.
+    if stack is not None:
+        stack = jax.lax.dynamic_update_index_in_dim(stack, i.astype(jnp.uint32), turn.slot, 0)
+    return Buffer(jnp.where(turn.spills, i >> WORD_BITS, i), stack)
+
+
+def _unspill(buffer: Buffer, turn: Turn) -> Buffer:
+    i, stack = buffer
+    word = jax.lax.dynamic_index_in_dim(stack, turn.slot, 0, keepdims=False)
+    return Buffer(jnp.where(turn.spills, (i << WORD_BITS) | word.astype(jnp.int64), i), stack)
+
+
+class Schedule(NamedTuple):
+    """When the buffer of one leaf spills, and what it holds at the end."""
+
+    turns: Turn  # arrays [steps]
+    words: Array  # int32 []: words spilled per parameter
+    bound: Array  # int64 []: the largest value a head can hold at the end
+
+
+def schedule(n: Array, denominator: int) -> Schedule:
+    """Spills of a leaf: int64 [steps], the leaf's smallest numerator at each step (a bound for the others)."""
+
+    def body(carry, n):
+        (bound, slot), spills = _next_bound(*carry, n, denominator, jnp.where)
+        return (bound, slot), Turn(spills, carry[1])
+
+    (bound, words), turns = jax.lax.scan(body, (jnp.int64(0), jnp.int32(0)), n)
+    return Schedule(turns, words, bound)
+
+
+def words_needed(n: np.ndarray, denominator: int) -> int:
+    """`schedule(n, denominator).words` for concrete numerators, in Python integers."""
+    state = (0, 0)
+    for numerator in np.asarray(n).tolist():
+        state, _ = _next_bound(*state, numerator, denominator, lambda c, x, y: x if c else y)
+    return state[1]
+
+
+def _next_bound(bound, slot, n, denominator, where):
+    bound = (bound * denominator + denominator - 1) // n
+    spills = bound >= 2**HEAD_BITS // denominator
+    return (where(spills, bound >> WORD_BITS, bound), where(spills, slot + 1, slot)), spills
+
+
+def _log2(denominator: int) -> int:
+    return denominator.bit_length() - 1

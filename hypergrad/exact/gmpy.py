@@ -1,0 +1,71 @@
+"""Exactly reversible multiplication by n/d with one arbitrary-precision integer per parameter (thesis, Algorithm 7).
+
+Invariant: `divide_by(*multiply_by(buffer, c, ...), ...) == (buffer, c)`, for any integers n, d >= 1 and any c.
+
+The reference for the buffer on the device: the algorithm as printed, without schedule, capacity or word size. It equals
+the device buffer bit for bit until the first spill (after it, a device head lacks its low digits). Host only.
+"""
+
+import dataclasses
+from typing import Any
+
+import gmpy2
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Digits:
+    """One mpz per parameter. A pytree without leaves: Python objects travel beside JAX's arrays, not among them."""
+
+    i: np.ndarray
+
+
+def empty_buffer(shape: tuple[int, ...], capacity: int | None = None) -> Digits:
+    """All zero; `capacity` is ignored: it grows as it must."""
+    del capacity
+    return Digits(np.full(shape, gmpy2.mpz(0), dtype=object))
+
+
+def is_empty(buffer: Digits) -> bool:
+    return not np.any(buffer.i != 0)
+
+
+def multiply_by(buffer: Digits, c: Array, n: Any, denominator: int, turn: Any = None) -> tuple[Digits, Array]:
+    """c <- c n/d, the digit lost kept in the buffer (Algorithm 7): int64 [...] -> int64 [...]."""
+    del turn
+    i, c, n, d = buffer.i, _big(c), _big(n), denominator
+    i = i * d + c % d  # l. 2-3
+    c = c // d  # l. 4
+    c = c * n + i % n  # l. 5-6
+    i = i // n  # l. 7
+    return Digits(_as_objects(i)), _as_int64(c)
+
+
+def divide_by(buffer: Digits, c: Array, n: Any, denominator: int, turn: Any = None) -> tuple[Digits, Array]:
+    """The inverse of `multiply_by`: the same lines with n and d swapped."""
+    del turn
+    i, c, n, d = buffer.i, _big(c), _big(n), denominator
+    i = i * n + c % n
+    c = c // n
+    c = c * d + i % d
+    i = i // d
+    return Digits(_as_objects(i)), _as_int64(c)
+
+
+def _big(x: Any) -> np.ndarray:
+    """An object array of mpz, whose operators are exact."""
+    x = np.asarray(x)
+    return _as_objects(np.frompyfunc(lambda v: gmpy2.mpz(int(v)), 1, 1)(x))
+
+
+def _as_objects(x: Any) -> np.ndarray:
+    # NumPy turns 0-d object results into bare scalars.
+    return np.asarray(x, dtype=object)
+
+
+def _as_int64(c: Any) -> Array:
+    return jnp.asarray(_as_objects(c).astype(np.int64))

@@ -1,0 +1,53 @@
+"""Ratios n/d with d a power of two, and exact division by n.
+
+Invariant: `x == quotient * n + remainder` with `0 <= remainder < n`, for every |x| <= 2^62 and 1 <= n <= 2^24.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+MOMENTUM_DENOMINATOR = 2**16
+FINE_DENOMINATOR = 2**24  # for decays like 1 - learning_rate * weight_decay, which round to 1 on 2^16
+
+
+@jax.custom_jvp
+def substitute(x: Array, value: Array) -> Array:
+    """`value`, with the derivative of `x`: float [...], float [...] -> float [...]."""
+    del x
+    return value
+
+
+@substitute.defjvp
+def _substitute_jvp(primals, tangents):
+    return primals[1], tangents[0]
+
+
+def to_ratio(rho: Array, denominator: int) -> Array:
+    """n/d with n = round(rho d), as a float; d(n/d)/d(rho) = 1.
+
+    float [...] -> float [...] of the same dtype, exact: n has at most 24 bits. What is used in the decay, in the
+    increments and in the derivative is always this value, never the unrounded one.
+    """
+    return substitute(rho, jnp.round(rho * denominator) / denominator)
+
+
+def numerator(ratio: Array, denominator: int) -> Array:
+    """n of an n/d that `to_ratio` made: float [...] -> int64 [...]. Out of range is clipped to [1, d], and reported
+    by the caller, so that division stays defined."""
+    return jnp.clip(jnp.round(ratio * denominator), 1, denominator).astype(jnp.int64)
+
+
+def divide(x: Array, n: Array) -> tuple[Array, Array]:
+    """(x div n, x mod n) with floor division: int64 [...], int64 [] or [...] -> int64 [...], int64 [...].
+
+    64-bit integer division is not vectorized by processors; two multiplications by 1/n in float64 are, and are exact:
+    1. The first quotient is off by at most 2^62/n * 2^-51 + 1/2, so what it leaves is below 2^11 + n in magnitude.
+    2. (rest + 1/2) / n lies at least 2^-25 from any integer, and its rounding error is below 2^-38: its floor is right.
+    """
+    inverse = 1.0 / n.astype(jnp.float64)
+    guess = jnp.round(x.astype(jnp.float64) * inverse).astype(jnp.int64)
+    rest = x - guess * n
+    correction = jnp.floor((rest.astype(jnp.float64) + 0.5) * inverse).astype(jnp.int64)
+    return guess + correction, rest - correction * n

@@ -1,0 +1,147 @@
+"""Hyperparameters: `PerStep` marks a step axis, a domain maps an unconstrained value onto its interval.
+
+Invariant: `natural(positive(x)) == x` up to rounding, and every unconstrained value maps into the domain.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+_UNIT_MARGIN = 2.0**-16  # the smallest momentum that the exact layer represents
+
+
+class PerStep(eqx.Module):
+    """Marks a leading axis of length `steps`: one value per training step.
+
+    values: array [steps] or [steps, *parameter shape], or a pytree of them. It goes inside a domain:
+    `hg.positive(hg.PerStep(jnp.full(100, 0.1)))`.
+    """
+
+    values: Any
+
+
+class Domain(eqx.Module):
+    """A hyperparameter (pytree) stored unconstrained; `natural` gives what `train_fn` sees. Made by `hg.positive`, ..."""
+
+    unconstrained: Any
+    kind: str = eqx.field(static=True)
+    low: float = eqx.field(static=True, default=-math.inf)
+    high: float = eqx.field(static=True, default=math.inf)
+
+    def natural(self) -> Any:
+        if self.kind == "fixed":
+            return jax.tree.map(lambda x: jax.lax.stop_gradient(x) if eqx.is_array(x) else x, self.unconstrained)
+        return jax.tree.map(self._constrain, self.unconstrained)
+
+    def _constrain(self, u: Array) -> Array:
+        if self.kind == "positive":
+            return jnp.exp(u)
+        return self.low + (self.high - self.low) * jax.nn.sigmoid(u)
+
+
+def positive(x: Any) -> Domain:
+    """x = exp(u), x > 0: learning rates, scales, penalties. float leaves of any shape, strictly positive."""
+    _check_leaves("positive", x, lambda v: v > 0, "> 0")
+    return Domain(jax.tree.map(lambda v: jnp.log(_as_float(v)), x), "positive")
+
+
+def unit_interval(x: Any) -> Domain:
+    """x = 2^-16 + (1 - 2^-15) sigmoid(u), in [2^-16, 1 - 2^-16]: momenta and decays, exactly what they can represent."""
+    return _interval("unit_interval", x, _UNIT_MARGIN, 1 - _UNIT_MARGIN)
+
+
+def bounded(x: Any, low: float, high: float) -> Domain:
+    """x = low + (high - low) sigmoid(u), low < x < high."""
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"hg.bounded needs finite low < high; got low={low!r}, high={high!r}.")
+    return _interval("bounded", x, low, high)
+
+
+def fixed(x: Any) -> Domain:
+    """x itself, not learned: its hypergradient is zero and `hg.optimize` leaves it alone. Any leaves."""
+    return Domain(jax.tree.map(lambda v: jnp.asarray(v) if isinstance(v, (bool, int, float)) else v, x), "fixed")
+
+
+def natural(hypers: Any) -> Any:
+    """`hypers` in natural units: domains replaced by their values, bare leaves as they are."""
+    return jax.tree.map(lambda x: x.natural() if is_domain(x) else x, hypers, is_leaf=is_domain)
+
+
+def is_domain(x: Any) -> bool:
+    return isinstance(x, Domain)
+
+
+def split_fixed(hypers: Any) -> tuple[Any, Any]:
+    """(learned, fixed): the same tree twice, None where the leaf belongs to the other; `eqx.combine` joins them."""
+
+    def spec(x: Any) -> Any:
+        learned = not (is_domain(x) and x.kind == "fixed")
+        return jax.tree.map(lambda _: learned, x)
+
+    return eqx.partition(hypers, jax.tree.map(spec, hypers, is_leaf=is_domain))
+
+
+def check_hypers(hypers: Any) -> Any:
+    """`hypers` with its learned leaves as arrays; an error that names the path of the first that is not a float."""
+    if not jax.tree.leaves(hypers):
+        raise ValueError("`hypers` is empty: there is nothing to learn. Pass a pytree of float leaves or domains.")
+    learned, fixed_ = split_fixed(hypers)
+    if not jax.tree.leaves(learned):
+        raise ValueError("every leaf of `hypers` is hg.fixed: there is nothing to learn.")
+
+    def convert(path: Any, leaf: Any) -> Array:
+        if not _is_real(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"hypers{jax.tree_util.keystr(path)} is {describe(leaf)}; a hyperparameter is a float. "
+                "Write 1.0 for 1, or wrap what is not learned in hg.fixed(...)."
+            )
+        return _as_float(leaf)
+
+    return eqx.combine(jax.tree_util.tree_map_with_path(convert, learned), fixed_)
+
+
+def describe(leaf: Any) -> str:
+    """A leaf in an error: `int32[3]`, or the type's name."""
+    if eqx.is_array_like(leaf) and hasattr(leaf, "dtype"):
+        return f"{leaf.dtype.name}{list(leaf.shape)}"
+    return f"{type(leaf).__name__} {leaf!r}" if isinstance(leaf, (int, complex, str)) else type(leaf).__name__
+
+
+def _interval(name: str, x: Any, low: float, high: float) -> Domain:
+    _check_leaves(name, x, lambda v: (v > low) & (v < high), f"strictly between {low:.6g} and {high:.6g}")
+
+    def unconstrain(v: Any) -> Array:
+        p = (_as_float(v) - low) / (high - low)
+        return jnp.log(p) - jnp.log1p(-p)
+
+    return Domain(jax.tree.map(unconstrain, x), name, low, high)
+
+
+def _check_leaves(name: str, x: Any, inside: Callable[[Any], Any], condition: str) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        where = f"hg.{name}: leaf {jax.tree_util.keystr(path)}".removesuffix("leaf ").removesuffix(": ")
+        if not _is_real(leaf):
+            raise TypeError(f"{where} is {describe(leaf)}; a hyperparameter is a float or an array of floats.")
+        if isinstance(leaf, jax.core.Tracer):
+            continue  # the value is unknown until it runs; log of it is NaN then, which is reported
+        bad = ~np.asarray(inside(np.asarray(leaf, dtype=np.float64)))
+        if bad.any():
+            index = np.unravel_index(np.argmax(bad), bad.shape)
+            at = f" at index {tuple(int(i) for i in index)}" if bad.ndim else ""
+            raise ValueError(f"{where} must be {condition}; got {np.asarray(leaf)[index]!s}{at}.")
+
+
+def _is_real(leaf: Any) -> bool:
+    return eqx.is_array_like(leaf) and not jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating)
+
+
+def _as_float(x: Any) -> Array:
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.result_type(float))

@@ -1,0 +1,35 @@
+"""The forward pass: training itself, and what it must keep to be undone."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from hypergrad.loop.problem import Inputs, Problem, join_steps, split_steps
+from hypergrad.loop.step import Exact, step
+
+
+class Forward(NamedTuple):
+    """What the forward pass leaves behind."""
+
+    end: Exact
+    losses: Array  # [steps]
+    magnitudes: Array  # float32 [steps, links, leaves]
+
+
+def forward(problem: Problem, inputs: Inputs, state: Exact, turns: dict[str, list[Any]]) -> Forward:
+    """Train: `step` for t = 0..steps-1 from `state`. Call it inside `jax.enable_x64(True)`."""
+    rule = problem.rule
+    constant, stepped = split_steps(inputs.h, problem.steps)
+    gradient = problem.maybe_jit(problem.gradient)
+
+    def body(consts: Any, state: Exact, x: Any) -> tuple[Exact, Any]:
+        constant, theta, frozen = consts
+        t, stepped, turns = x
+        value, g = gradient(rule.decoded(state.z, rule.chain[-1]), theta, frozen, t)
+        state, magnitudes = step(rule, state, join_steps(constant, stepped), turns, g)
+        return state, (value, magnitudes)
+
+    xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns)
+    end, (losses, magnitudes) = problem.run(body, (constant, inputs.theta, inputs.frozen), state, xs)
+    return Forward(end, losses, magnitudes)

@@ -1,0 +1,112 @@
+"""A training run as data: what is fixed (`Problem`, hashable) and what flows (`Inputs`, a pytree of arrays).
+
+Invariant: `Problem.gradient` is one function of (parameters, theta, batch arrays, t), used by every pass.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+
+from hypergrad.exact import Schedule, schedule
+from hypergrad.loop import drivers
+from hypergrad.loop.step import Hypers, Rule, Values, settled
+from hypergrad.optimizers.chain import link_numerators
+
+
+class Inputs(NamedTuple):
+    """Everything a run computes with."""
+
+    values: Values  # link name -> initial floats, "params" among them
+    h: Hypers  # per leaf: {name: [steps | 1, ...]}
+    theta: list[Array]  # float leaves
+    frozen: list[Any]  # theta's other leaves, and the arrays of `batches`: never differentiated
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A value compared by identity where it cannot be hashed, so that it can ride in a static argument."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return hash(self.value) if isinstance(self.value, Hashable) else id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Static):
+            return NotImplemented
+        same = self.value is other.value
+        return same or (isinstance(self.value, Hashable) and bool(self.value == other.value))
+
+
+class Labels(NamedTuple):
+    """Names for errors: every (link, leaf), then every (decay, leaf); and the range of each of the first."""
+
+    places: tuple[str, ...]
+    limits: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Everything a run is compiled for."""
+
+    loss: Callable[..., Array]
+    assemble: Callable[[list[Array], list[Array], list[Any], Array], tuple[Any, Any, Any]]  # leaves, t -> loss arguments
+    rule: Rule
+    linear: bool
+    steps: int
+    driver: str  # a name in `DRIVERS`
+    x64: bool  # the caller's setting: the user's functions run under it
+    labels: Labels
+    words: tuple[int | None, ...]  # per link: buffer words per parameter, where its decay is known beforehand
+    throw: bool
+
+    def value(self, w: list[Array], theta: list[Array], frozen: list[Any], t: Array) -> Array:
+        with jax.enable_x64(self.x64):
+            return self.loss(*self.assemble(w, theta, frozen, t))
+
+    def gradient(self, w: list[Array], theta: list[Array], frozen: list[Any], t: Array) -> tuple[Array, list[Array]]:
+        """(loss, gradient in w), the latter bit for bit the same in every pass."""
+        with jax.enable_x64(self.x64):
+            value, g = jax.value_and_grad(self.value)(settled(w), theta, frozen, t)
+        return value, settled(g)
+
+    def run(self, body: drivers.Body, consts: Any, carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
+        return DRIVERS[self.driver](body, consts, carry, xs, reverse)
+
+    def maybe_jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Jit what the driver leaves in Python, so that both directions run the same programs."""
+        return jax.jit(function) if self.driver == "host_eager" else function
+
+
+DRIVERS = {"scan": drivers.scan, "host": drivers.host, "host_eager": drivers.host_eager}
+
+
+def schedules(problem: Problem, h: Hypers) -> dict[str, list[Schedule]]:
+    """When each buffer spills: per decaying link, per leaf."""
+    result = {}
+    for link in problem.rule.chain:
+        if link.decay:
+            result[link.name] = [schedule(link_numerators(link, hj, problem.steps), link.denominator) for hj in h]
+    return result
+
+
+def turns_of(plan: dict[str, list[Schedule]]) -> dict[str, list[Any]]:
+    return {name: [s.turns for s in leaves] for name, leaves in plan.items()}
+
+
+def split_steps(h: Hypers, steps: int) -> tuple[Hypers, Hypers]:
+    """(constant, per step): the step axis dropped from the first, scanned over in the second; scalars squeezed."""
+    constant = [{k: _squeezed(x[0]) for k, x in hj.items() if x.shape[0] != steps} for hj in h]
+    stepped = [{k: jax.vmap(_squeezed)(x) for k, x in hj.items() if x.shape[0] == steps} for hj in h]
+    return constant, stepped
+
+
+def join_steps(constant: Hypers, stepped: Hypers) -> Hypers:
+    return [{**c, **s} for c, s in zip(constant, stepped, strict=True)]
+
+
+def _squeezed(x: Array) -> Array:
+    return x.reshape(()) if x.size == 1 else x

@@ -1,0 +1,144 @@
+"""One training step on the grid, and its exact inverse.
+
+Invariant: `unstep(step(state, g), g) == state`, bit for bit, where g is the gradient at the old parameters: a function of
+integers that both directions recompute alike.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from hypergrad.exact import InformationBuffer, Turn, decode, encode, magnitude, numerator
+from hypergrad.optimizers.chain import PARAMS, Link, View
+
+
+Hypers = list[dict[str, Array]]  # one dict per parameter leaf: what increments read as `h`
+Values = dict[str, list[Array]]  # link name -> one array per parameter leaf
+
+
+class Exact(NamedTuple):
+    """The state of training, all of it: integers and what their decays have lost."""
+
+    z: Values  # int64
+    buffers: dict[str, list[Any]]  # of the links that decay
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What `step` needs to know of the optimizer and the parameters; hashable."""
+
+    chain: tuple[Link, ...]
+    fraction_bits: tuple[tuple[int, ...], ...]  # per link, per leaf
+    dtypes: tuple[np.dtype, ...]  # of accumulators and updates, per leaf
+    param_dtypes: tuple[np.dtype, ...]
+    buffer: InformationBuffer
+
+    def bits(self, link: Link) -> tuple[int, ...]:
+        return self.fraction_bits[self.chain.index(link)]
+
+    @property
+    def leaves(self) -> range:
+        return range(len(self.dtypes))
+
+    def decoded(self, z: Values, link: Link) -> list[Array]:
+        """A link's floats; the parameters in their own dtypes, as the loss sees them."""
+        dtypes = self.param_dtypes if link.name == PARAMS else self.dtypes
+        return [decode(*args) for args in zip(z[link.name], self.bits(link), dtypes, strict=True)]
+
+    def readable(self, z: Values, link: Link, leaf: int) -> dict[str, Array]:
+        """What a link's increment may read: every other link, as floats."""
+        return {
+            other.name: decode(z[other.name][leaf], self.bits(other)[leaf], self.dtypes[leaf])
+            for other in self.chain
+            if other is not link
+        }
+
+
+def increment(link: Link, h: dict[str, Array], z: dict[str, Array], g: Array | None) -> Array:
+    """A link's increment for one leaf: a pure function of floats, differentiated by every adjoint."""
+    args = (View(h, link.name), View(z, link.name))
+    return link.increment(*args) if link.name == PARAMS else link.increment(*args, g)
+
+
+Gradient = Callable[[list[Array]], list[Array]]
+
+
+def step(rule: Rule, state: Exact, h: Hypers, turns: dict[str, list[Turn]], g: list[Array]) -> tuple[Exact, Array]:
+    """z_k <- rho_k z_k + increment_k for k = 1..K; also the magnitudes met, float32 [links, leaves]."""
+    magnitudes = []
+    for link in rule.chain:
+        updates = increments(rule, link, state.z, h, g)
+        state = advance(rule, link, state, h, turns, updates)
+        floats = [decode(*args) for args in zip(state.z[link.name], rule.bits(link), rule.dtypes, strict=True)]
+        magnitudes.append(jnp.stack([magnitude(*args) for args in zip(floats, updates, strict=True)]))
+    return state, jnp.stack(magnitudes)
+
+
+def unstep(rule: Rule, state: Exact, h: Hypers, turns: dict[str, list[Turn]], gradient: Gradient) -> Exact:
+    """The inverse of `step`: its links in reverse order, the gradient recomputed once the parameters are back."""
+    *others, params = rule.chain
+    state = retreat(rule, params, state, h, turns, increments(rule, params, state.z, h, None))
+    g = gradient(rule.decoded(state.z, params))
+    for link in reversed(others):
+        state = retreat(rule, link, state, h, turns, increments(rule, link, state.z, h, g))
+    return state
+
+
+def increments(rule: Rule, link: Link, z: Values, h: Hypers, g: list[Array] | None) -> list[Array]:
+    return [increment(link, h[j], rule.readable(z, link, j), None if g is None else g[j]) for j in rule.leaves]
+
+
+def advance(rule: Rule, link: Link, state: Exact, h: Hypers, turns: dict[str, list[Turn]], updates: list[Array]) -> Exact:
+    """z <- rho z + encode(update), for every leaf of one link."""
+    z, buffers = list(state.z[link.name]), list(state.buffers.get(link.name, ()))
+    for j in rule.leaves:
+        if link.decay:
+            n = numerator(h[j][link.decay], link.denominator)
+            buffers[j], z[j] = rule.buffer.multiply_by(buffers[j], z[j], n, link.denominator, turns[link.name][j])
+        z[j] = z[j] + encode(updates[j], rule.bits(link)[j])
+    return _replaced(state, link, z, buffers)
+
+
+def retreat(rule: Rule, link: Link, state: Exact, h: Hypers, turns: dict[str, list[Turn]], updates: list[Array]) -> Exact:
+    """The inverse of `advance`: its lines in reverse order."""
+    z, buffers = list(state.z[link.name]), list(state.buffers.get(link.name, ()))
+    for j in rule.leaves:
+        z[j] = z[j] - encode(updates[j], rule.bits(link)[j])
+        if link.decay:
+            n = numerator(h[j][link.decay], link.denominator)
+            buffers[j], z[j] = rule.buffer.divide_by(buffers[j], z[j], n, link.denominator, turns[link.name][j])
+    return _replaced(state, link, z, buffers)
+
+
+def start(rule: Rule, values: Values, capacity: dict[str, int | None]) -> Exact:
+    """The state that holds these floats and has lost nothing yet."""
+    z = {k.name: [encode(x, b) for x, b in zip(values[k.name], rule.bits(k), strict=True)] for k in rule.chain}
+    buffers = {k.name: [rule.buffer.empty(x.shape, capacity[k.name]) for x in z[k.name]] for k in rule.chain if k.decay}
+    return Exact(z, buffers)
+
+
+def returned(rule: Rule, values: Values, end: Exact) -> Array:
+    """Per link and leaf, whether `end` is exactly the state that `start` makes: bool [links, leaves]. The certificate."""
+    rows = []
+    for link in rule.chain:
+        first = [encode(x, b) for x, b in zip(values[link.name], rule.bits(link), strict=True)]
+        same = [jnp.all(x == y) for x, y in zip(first, end.z[link.name], strict=True)]
+        if link.decay:
+            same = [s & rule.buffer.is_empty(b) for s, b in zip(same, end.buffers[link.name], strict=True)]
+        rows.append(jnp.stack(same))
+    return jnp.stack(rows)
+
+
+def _replaced(state: Exact, link: Link, z: list[Array], buffers: list[Any]) -> Exact:
+    kept = {**state.buffers, link.name: buffers} if link.decay else state.buffers
+    return Exact({**state.z, link.name: z}, kept)
+
+
+def settled(values: Any) -> Any:
+    """Keep XLA from fusing the integer decoding into the user's matrix products (up to 20 times slower otherwise)."""
+    return jax.lax.optimization_barrier(values)
