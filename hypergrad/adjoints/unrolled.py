@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hypergrad.exact import decode, magnitude, substitute
+from hypergrad.exact import decode, largest, substitute
 from hypergrad.loop.problem import Inputs, Problem, join_steps, schedules, split_steps, turns_of
 from hypergrad.loop.status import Outcome, assess
 from hypergrad.loop.step import Exact, Values, advance, increment, start
@@ -80,8 +80,8 @@ def _run(problem: Problem, inputs: Inputs, scan: Scan) -> Outcome:
                 others = [{k.name: shadow[k.name][j] for k in rule.chain if k is not link} for j in rule.leaves]
                 updates = [increment(link, h[j], others[j], g[j]) for j in rule.leaves]
                 state = advance(rule, link, state, jax.lax.stop_gradient(h), turns, jax.lax.stop_gradient(updates))
-                floats = [decode(*a) for a in zip(state.z[link.name], rule.bits(link), rule.dtypes, strict=True)]
-                magnitudes.append(jnp.stack([magnitude(*a) for a in zip(floats, updates, strict=True)]))
+                floats = rule.floats(state.z, link)
+                magnitudes.append(jnp.stack([largest(x) for x in floats]))
                 rho = [hj[link.decay] if link.decay else 1 for hj in h]
                 real = [r * s + u for r, s, u in zip(rho, shadow[link.name], updates, strict=True)]
                 shadow = {**shadow, link.name: [substitute(*a) for a in zip(real, floats, strict=True)]}

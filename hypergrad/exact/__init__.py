@@ -10,11 +10,14 @@ from hypergrad.exact.buffer import Turn as Turn
 from hypergrad.exact.buffer import WORD_BITS as WORD_BITS
 from hypergrad.exact.buffer import schedule as schedule
 from hypergrad.exact.buffer import words_needed as words_needed
+from hypergrad.exact.grid import add as add
 from hypergrad.exact.grid import decode as decode
 from hypergrad.exact.grid import default_fraction_bits as default_fraction_bits
 from hypergrad.exact.grid import encode as encode
 from hypergrad.exact.grid import grid_range as grid_range
-from hypergrad.exact.grid import magnitude as magnitude
+from hypergrad.exact.grid import is_nan_mark as is_nan_mark
+from hypergrad.exact.grid import largest as largest
+from hypergrad.exact.grid import subtract as subtract
 from hypergrad.exact.ratio import FINE_DENOMINATOR as FINE_DENOMINATOR
 from hypergrad.exact.ratio import MOMENTUM_DENOMINATOR as MOMENTUM_DENOMINATOR
 from hypergrad.exact.ratio import divide as divide

@@ -3,13 +3,14 @@
 Invariant: `divide_by(*multiply_by(buffer, c, ...), ...) == (buffer, c)`, bit for bit.
 
 The buffer of Algorithm 7 is one unbounded integer i per parameter. Here it is a head (int64) and a stack of 32-bit
-words: whenever the head could overflow, its low 32 bits move to the stack. When that is depends on n_1..n_T alone:
+words: whenever the next multiplication could overflow the head, its low 32 bits move to the stack. When that is depends
+on n_1..n_T alone:
 
-    bound <- (bound * d + d - 1) div n          largest value any head of the leaf can hold after this step
+    bound <- (bound d + d - 1) div n            the largest value that any head of the leaf can hold after this step
     if bound >= 2^62 / d: spill one word, bound <- bound div 2^32
 
-so the schedule is computed before the loop, and both passes read it. One multiplication adds at most log2 d <= 24 bits:
-one word a step is always enough, and a head stays below 2^62.
+so the schedule is computed before the loop, and both passes read it. A head stays below 2^62, and one word a step is
+enough: what is left after a spill is below 2^30 <= 2^62 / d.
 """
 
 from typing import NamedTuple
@@ -27,9 +28,10 @@ HEAD_BITS = 62
 
 
 class Turn(NamedTuple):
-    """Whether this step spills, and the stack slot it may write: scalars, or arrays with a leading step axis."""
+    """What a step must know beforehand: scalars, or arrays with a leading step axis."""
 
-    spills: Array  # bool
+    n: Array  # int64, the leaf's smallest numerator: all of them where the decay is a scalar
+    spills: Array  # bool, whether a word leaves the heads
     slot: Array  # int32, the number of words spilled before
 
 
@@ -55,24 +57,25 @@ def multiply_by(buffer: Buffer, c: Array, n: Array, denominator: int, turn: Turn
 
     int64 [...], n: int64 [] or [...], 1 <= n <= d, d = `denominator` a power of two.
     """
-    i, stack, k = *buffer, _log2(denominator)
+    (i, stack), k = buffer, _log2(denominator)
     i, c = (i << k) | (c & (denominator - 1)), c >> k  # l. 2-4: i = i d + c mod d, c = c div d
-    i, digit = divide(i, n)  # l. 6-7: i mod n, i = i div n
+    i, digit = _divmod(i, n)  # l. 6-7: i mod n, i = i div n
     c = c * n + digit  # l. 5-6
-    return _spill(i, stack, turn), c
+    return _spill(Buffer(i, stack), turn), c
 
 
 def divide_by(buffer: Buffer, c: Array, n: Array, denominator: int, turn: Turn) -> tuple[Buffer, Array]:
     """The inverse of `multiply_by`: its lines in reverse order."""
     (i, stack), k = _unspill(buffer, turn), _log2(denominator)
-    c, digit = divide(c, n)  # l. 5-6
+    c, digit = _divmod(c, n)  # l. 5-6
     i = i * n + digit  # l. 6-7
     i, c = i >> k, (c << k) | (i & (denominator - 1))  # l. 2-4
     return Buffer(i, stack), c
 
 
-def _spill(i: Array, stack: Array | None, turn: Turn) -> Buffer:
+def _spill(buffer: Buffer, turn: Turn) -> Buffer:
     # Every step writes its candidate word and only a spilling one moves on: cheaper than a branch under vmap.
+    i, stack = buffer
     if stack is not None:
         stack = jax.lax.dynamic_update_index_in_dim(stack, i.astype(jnp.uint32), turn.slot, 0)
     return Buffer(jnp.where(turn.spills, i >> WORD_BITS, i), stack)
@@ -82,6 +85,11 @@ def _unspill(buffer: Buffer, turn: Turn) -> Buffer:
     i, stack = buffer
     word = jax.lax.dynamic_index_in_dim(stack, turn.slot, 0, keepdims=False)
     return Buffer(jnp.where(turn.spills, (i << WORD_BITS) | word.astype(jnp.int64), i), stack)
+
+
+def _divmod(x: Array, n: Array) -> tuple[Array, Array]:
+    quotient = divide(x, n)
+    return quotient, x - quotient * n
 
 
 class Schedule(NamedTuple):
@@ -97,7 +105,7 @@ def schedule(n: Array, denominator: int) -> Schedule:
 
     def body(carry, n):
         (bound, slot), spills = _next_bound(*carry, n, denominator, jnp.where)
-        return (bound, slot), Turn(spills, carry[1])
+        return (bound, slot), Turn(n, spills, carry[1])
 
     (bound, words), turns = jax.lax.scan(body, (jnp.int64(0), jnp.int32(0)), n)
     return Schedule(turns, words, bound)

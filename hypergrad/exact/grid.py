@@ -28,7 +28,7 @@ def encode(x: Array, fraction_bits: int) -> Array:
     """integer = trunc(x * 2^fraction_bits), toward zero so that both signs round alike.
 
     float [...] -> int64 [...]; call it inside `jax.enable_x64(True)`. The scaling is exact, so the only
-    rounding is the truncation. Magnitudes are checked by the caller (`magnitude`), not here.
+    rounding is the truncation.
     """
     return (_at_least_float32(x) * 2.0**fraction_bits).astype(jnp.int64)
 
@@ -39,14 +39,30 @@ def decode(z: Array, fraction_bits: int, dtype: np.dtype) -> Array:
     return (z.astype(wide) * jnp.asarray(2.0**-fraction_bits, wide)).astype(dtype)
 
 
-def magnitude(x: Array, increment: Array) -> Array:
-    """max(|x|, |increment|) over a leaf, NaN if either holds one: float [...] -> float32 [].
+def add(z: Array, increment: Array, fraction_bits: int) -> Array:
+    """z + trunc(increment * 2^fraction_bits): int64 [...], float [...] -> int64 [...].
 
-    Both below `grid_range` before a step means that the step cannot wrap, NaN that a gradient was bad.
+    An increment that no grid value can represent gives a value out of range whatever z is, which `largest` then sees:
+    -2^63 for NaN and infinity, 3 * 2^61 for a finite one of 2^62 quanta or more.
     """
-    x, increment = _at_least_float32(x), _at_least_float32(increment)
-    largest = jnp.max(jnp.maximum(jnp.abs(x), jnp.abs(increment)), initial=0)
-    return largest.astype(jnp.float32)
+    in_range = jnp.abs(increment) < grid_range(fraction_bits)
+    lost = jnp.where(jnp.isfinite(increment), jnp.int64(3 * 2**61), jnp.int64(-(2**63)))
+    return jnp.where(in_range, z + encode(increment, fraction_bits), lost)
+
+
+def subtract(z: Array, increment: Array, fraction_bits: int) -> Array:
+    """The inverse of `add` wherever the sum is in range."""
+    return z - encode(increment, fraction_bits)
+
+
+def largest(x: Array) -> Array:
+    """max |x| over a decoded leaf: float [...] -> float32 []. In range if below `grid_range`."""
+    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+
+
+def is_nan_mark(magnitude: Array, limit: Array) -> Array:
+    """Whether an out-of-range magnitude stands for NaN or infinity (see `add`): sums of values in range stay below."""
+    return magnitude >= 2 * limit * (1 - 2.0**-20)
 
 
 def _at_least_float32(x: Array) -> Array:

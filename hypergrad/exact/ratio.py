@@ -1,6 +1,6 @@
 """Ratios n/d with d a power of two, and exact division by n.
 
-Invariant: `x == quotient * n + remainder` with `0 <= remainder < n`, for every |x| <= 2^62 and 1 <= n <= 2^24.
+Invariant: `0 <= x - divide(x, n) * n < n`, for every |x| <= 2^62 and 1 <= n <= 2^24.
 """
 
 import jax
@@ -39,15 +39,14 @@ def numerator(ratio: Array, denominator: int) -> Array:
     return jnp.clip(jnp.round(ratio * denominator), 1, denominator).astype(jnp.int64)
 
 
-def divide(x: Array, n: Array) -> tuple[Array, Array]:
-    """(x div n, x mod n) with floor division: int64 [...], int64 [] or [...] -> int64 [...], int64 [...].
+def divide(x: Array, n: Array) -> Array:
+    """x div n, floor division: int64 [...], int64 [] or [...] -> int64 [...].
 
     64-bit integer division is not vectorized by processors; two multiplications by 1/n in float64 are, and are exact:
     1. The first quotient is off by at most 2^62/n * 2^-51 + 1/2, so what it leaves is below 2^11 + n in magnitude.
     2. (rest + 1/2) / n lies at least 2^-25 from any integer, and its rounding error is below 2^-38: its floor is right.
     """
-    inverse = 1.0 / n.astype(jnp.float64)
-    guess = jnp.round(x.astype(jnp.float64) * inverse).astype(jnp.int64)
+    n_float = n.astype(jnp.float64)
+    guess = jnp.round(x.astype(jnp.float64) * (1.0 / n_float)).astype(jnp.int64)
     rest = x - guess * n
-    correction = jnp.floor((rest.astype(jnp.float64) + 0.5) * inverse).astype(jnp.int64)
-    return guess + correction, rest - correction * n
+    return guess + jnp.floor((rest.astype(jnp.float64) + 0.5) / n_float).astype(jnp.int64)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.errors import BUFFER_FULL, DECAY, NON_FINITE, OK, RANGE, Status
-from hypergrad.exact import WORD_BITS, Schedule
+from hypergrad.exact import WORD_BITS, Schedule, is_nan_mark
 from hypergrad.loop.problem import Problem
 from hypergrad.loop.step import Hypers, Values
 from hypergrad.optimizers.chain import first_bad_decay, first_true
@@ -63,8 +63,8 @@ def _values(problem: Problem, magnitudes: Array, losses: Array) -> tuple[Any, An
     bad_step = bad.any(axis=1) | ~jnp.isfinite(losses)
     step = first_true(bad_step)
     place = jnp.where(bad[step].any(), first_true(bad[step]), -1)
-    value = jnp.where(place >= 0, flat[step, place], losses[step].astype(jnp.float32))
-    code = jnp.where(jnp.isfinite(value), RANGE, NON_FINITE)
+    value = flat[step, place]
+    code = jnp.where((place < 0) | is_nan_mark(value, limits[place]), NON_FINITE, RANGE)
     return jnp.where(bad_step.any(), code, OK), step, place, value
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.exact import InformationBuffer, Turn, decode, encode, magnitude, numerator
+from hypergrad.exact import InformationBuffer, Turn, add, decode, encode, largest, numerator, subtract
 from hypergrad.optimizers.chain import PARAMS, Link, View
 
 
@@ -45,8 +45,12 @@ class Rule:
     def leaves(self) -> range:
         return range(len(self.dtypes))
 
+    def floats(self, z: Values, link: Link) -> list[Array]:
+        """A link's values as increments compute with them."""
+        return [decode(*args) for args in zip(z[link.name], self.bits(link), self.dtypes, strict=True)]
+
     def decoded(self, z: Values, link: Link) -> list[Array]:
-        """A link's floats; the parameters in their own dtypes, as the loss sees them."""
+        """A link's values as the world sees them: the parameters in their own dtypes."""
         dtypes = self.param_dtypes if link.name == PARAMS else self.dtypes
         return [decode(*args) for args in zip(z[link.name], self.bits(link), dtypes, strict=True)]
 
@@ -69,13 +73,12 @@ Gradient = Callable[[list[Array]], list[Array]]
 
 
 def step(rule: Rule, state: Exact, h: Hypers, turns: dict[str, list[Turn]], g: list[Array]) -> tuple[Exact, Array]:
-    """z_k <- rho_k z_k + increment_k for k = 1..K; also the magnitudes met, float32 [links, leaves]."""
+    """z_k <- rho_k z_k + increment_k for k = 1..K; also the new magnitudes, float32 [links, leaves]."""
     magnitudes = []
     for link in rule.chain:
         updates = increments(rule, link, state.z, h, g)
         state = advance(rule, link, state, h, turns, updates)
-        floats = [decode(*args) for args in zip(state.z[link.name], rule.bits(link), rule.dtypes, strict=True)]
-        magnitudes.append(jnp.stack([magnitude(*args) for args in zip(floats, updates, strict=True)]))
+        magnitudes.append(jnp.stack([largest(x) for x in rule.floats(state.z, link)]))
     return state, jnp.stack(magnitudes)
 
 
@@ -94,13 +97,13 @@ def increments(rule: Rule, link: Link, z: Values, h: Hypers, g: list[Array] | No
 
 
 def advance(rule: Rule, link: Link, state: Exact, h: Hypers, turns: dict[str, list[Turn]], updates: list[Array]) -> Exact:
-    """z <- rho z + encode(update), for every leaf of one link."""
+    """z <- rho z + update, for every leaf of one link."""
     z, buffers = list(state.z[link.name]), list(state.buffers.get(link.name, ()))
     for j in rule.leaves:
         if link.decay:
-            n = numerator(h[j][link.decay], link.denominator)
-            buffers[j], z[j] = rule.buffer.multiply_by(buffers[j], z[j], n, link.denominator, turns[link.name][j])
-        z[j] = z[j] + encode(updates[j], rule.bits(link)[j])
+            n, turn = _numerator(link, h[j], turns[link.name][j]), turns[link.name][j]
+            buffers[j], z[j] = rule.buffer.multiply_by(buffers[j], z[j], n, link.denominator, turn)
+        z[j] = add(z[j], updates[j], rule.bits(link)[j])
     return _replaced(state, link, z, buffers)
 
 
@@ -108,10 +111,10 @@ def retreat(rule: Rule, link: Link, state: Exact, h: Hypers, turns: dict[str, li
     """The inverse of `advance`: its lines in reverse order."""
     z, buffers = list(state.z[link.name]), list(state.buffers.get(link.name, ()))
     for j in rule.leaves:
-        z[j] = z[j] - encode(updates[j], rule.bits(link)[j])
+        z[j] = subtract(z[j], updates[j], rule.bits(link)[j])
         if link.decay:
-            n = numerator(h[j][link.decay], link.denominator)
-            buffers[j], z[j] = rule.buffer.divide_by(buffers[j], z[j], n, link.denominator, turns[link.name][j])
+            n, turn = _numerator(link, h[j], turns[link.name][j]), turns[link.name][j]
+            buffers[j], z[j] = rule.buffer.divide_by(buffers[j], z[j], n, link.denominator, turn)
     return _replaced(state, link, z, buffers)
 
 
@@ -132,6 +135,13 @@ def returned(rule: Rule, values: Values, end: Exact) -> Array:
             same = [s & rule.buffer.is_empty(b) for s, b in zip(same, end.buffers[link.name], strict=True)]
         rows.append(jnp.stack(same))
     return jnp.stack(rows)
+
+
+def _numerator(link: Link, h: dict[str, Array], turn: Turn) -> Array:
+    # The scalar comes from the schedule, where XLA cannot see that it is constant: dividing by what it takes for an
+    # unknown is "expensive", so it divides once instead of once per array made from the quotient.
+    rho = h[link.decay]  # type: ignore[index]
+    return numerator(rho, link.denominator) if rho.ndim else turn.n
 
 
 def _replaced(state: Exact, link: Link, z: list[Array], buffers: list[Any]) -> Exact:
