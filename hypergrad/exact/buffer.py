@@ -3,11 +3,11 @@
 Invariant: `divide_by(*multiply_by(buffer, c, ...), ...) == (buffer, c)`, bit for bit.
 
 The buffer of Algorithm 7 is one unbounded integer i per parameter. Here it is a head (int64) and a stack of 32-bit
-words: whenever the next multiplication could overflow the head, its low 32 bits move to the stack. When that is depends
-on n_1..n_T alone:
+words. The top of the stack always mirrors the low 32 bits of the head; to spill a word is to shift it out of the head and
+to leave its mirror behind. When that must happen depends on n_1..n_T alone:
 
+    if bound >= 2^62 / d: spill, bound <- bound div 2^32
     bound <- (bound d + d - 1) div n            the largest value that any head of the leaf can hold after this step
-    if bound >= 2^62 / d: spill one word, bound <- bound div 2^32
 
 so the schedule is computed before the loop, and both passes read it. A head stays below 2^62, and one word a step is
 enough: what is left after a spill is below 2^30 <= 2^62 / d.
@@ -43,7 +43,7 @@ class Buffer(NamedTuple):
 
 
 def empty_buffer(shape: tuple[int, ...], capacity: int | None) -> Buffer:
-    """`capacity`: words per parameter; one slot more is allocated, since every step writes its candidate."""
+    """`capacity`: words per parameter; one slot more is allocated, for the mirror."""
     stack = None if capacity is None else jnp.zeros((capacity + 1, *shape), jnp.uint32)
     return Buffer(jnp.zeros(shape, jnp.int64), stack)
 
@@ -57,39 +57,42 @@ def multiply_by(buffer: Buffer, c: Array, n: Array, denominator: int, turn: Turn
 
     int64 [...], n: int64 [] or [...], 1 <= n <= d, d = `denominator` a power of two.
     """
-    (i, stack), k = buffer, _log2(denominator)
+    (i, stack), k = _spill(buffer, turn), _log2(denominator)
     i, c = (i << k) | (c & (denominator - 1)), c >> k  # l. 2-4: i = i d + c mod d, c = c div d
-    i, digit = _divmod(i, n)  # l. 6-7: i mod n, i = i div n
-    c = c * n + digit  # l. 5-6
-    return _spill(Buffer(i, stack), turn), c
+    quotient = divide(i, n)
+    i, c = quotient, c * n + (i - quotient * n)  # l. 5-7: c = c n + i mod n, i = i div n
+    return _mirror(Buffer(i, stack), turn), c
 
 
 def divide_by(buffer: Buffer, c: Array, n: Array, denominator: int, turn: Turn) -> tuple[Buffer, Array]:
     """The inverse of `multiply_by`: its lines in reverse order."""
-    (i, stack), k = _unspill(buffer, turn), _log2(denominator)
-    c, digit = _divmod(c, n)  # l. 5-6
-    i = i * n + digit  # l. 6-7
-    i, c = i >> k, (c << k) | (i & (denominator - 1))  # l. 2-4
-    return Buffer(i, stack), c
+    (i, stack), k = buffer, _log2(denominator)
+    quotient = divide(c, n)
+    digits = lambda quotient: i * n + (c - quotient * n)  # noqa: E731  l. 5-7
+    old = (quotient << k) | (digits(quotient) & (denominator - 1))  # l. 2-4
+    # The same digits again, from the quotient inside `old`: XLA then divides once, for `old`, and not for the head too.
+    return _unspill(Buffer(digits(old >> k) >> k, stack), turn), old
 
 
 def _spill(buffer: Buffer, turn: Turn) -> Buffer:
-    # Every step writes its candidate word and only a spilling one moves on: cheaper than a branch under vmap.
-    i, stack = buffer
-    if stack is not None:
-        stack = jax.lax.dynamic_update_index_in_dim(stack, i.astype(jnp.uint32), turn.slot, 0)
-    return Buffer(jnp.where(turn.spills, i >> WORD_BITS, i), stack)
+    # The word is in the stack already: forget it in the head.
+    return buffer._replace(head=jnp.where(turn.spills, buffer.head >> WORD_BITS, buffer.head))
 
 
 def _unspill(buffer: Buffer, turn: Turn) -> Buffer:
-    i, stack = buffer
-    word = jax.lax.dynamic_index_in_dim(stack, turn.slot, 0, keepdims=False)
-    return Buffer(jnp.where(turn.spills, (i << WORD_BITS) | word.astype(jnp.int64), i), stack)
+    word = jax.lax.dynamic_index_in_dim(buffer.stack, turn.slot, 0, keepdims=False)
+    head = jnp.where(turn.spills, (buffer.head << WORD_BITS) | word.astype(jnp.int64), buffer.head)
+    return buffer._replace(head=head)
 
 
-def _divmod(x: Array, n: Array) -> tuple[Array, Array]:
-    quotient = divide(x, n)
-    return quotient, x - quotient * n
+def _mirror(buffer: Buffer, turn: Turn) -> Buffer:
+    # Written at every step, whether or not the next one spills: cheaper than a branch, above all under vmap.
+    if buffer.stack is None:
+        return buffer
+    top = turn.slot + turn.spills
+    return buffer._replace(
+        stack=jax.lax.dynamic_update_index_in_dim(buffer.stack, buffer.head.astype(jnp.uint32), top, 0)
+    )
 
 
 class Schedule(NamedTuple):
@@ -120,9 +123,9 @@ def words_needed(n: np.ndarray, denominator: int) -> int:
 
 
 def _next_bound(bound, slot, n, denominator, where):
-    bound = (bound * denominator + denominator - 1) // n
     spills = bound >= 2**HEAD_BITS // denominator
-    return (where(spills, bound >> WORD_BITS, bound), where(spills, slot + 1, slot)), spills
+    bound, slot = where(spills, bound >> WORD_BITS, bound), where(spills, slot + 1, slot)
+    return ((bound * denominator + denominator - 1) // n, slot), spills
 
 
 def _log2(denominator: int) -> int:

@@ -34,9 +34,11 @@ def encode(x: Array, fraction_bits: int) -> Array:
 
 
 def decode(z: Array, fraction_bits: int, dtype: np.dtype) -> Array:
-    """x = z * 2^-fraction_bits, rounded once to `dtype`: int64 [...] -> float [...]."""
-    wide = np.promote_types(dtype, np.float32) if np.dtype(dtype).itemsize < 4 else dtype
-    return (z.astype(wide) * jnp.asarray(2.0**-fraction_bits, wide)).astype(dtype)
+    """x = z * 2^-fraction_bits: int64 [...] -> float [...], rounded to float64 and from there to `dtype`.
+
+    Scaled in float64 because XLA's CPU kernels for sums and maxima pull a last multiplication in, constant and all.
+    """
+    return (z.astype(jnp.float64) * 2.0**-fraction_bits).astype(dtype)
 
 
 def add(z: Array, increment: Array, fraction_bits: int) -> Array:

@@ -46,7 +46,7 @@ def divide(x: Array, n: Array) -> Array:
     1. The first quotient is off by at most 2^62/n * 2^-51 + 1/2, so what it leaves is below 2^11 + n in magnitude.
     2. (rest + 1/2) / n lies at least 2^-25 from any integer, and its rounding error is below 2^-38: its floor is right.
     """
-    n_float = n.astype(jnp.float64)
-    guess = jnp.round(x.astype(jnp.float64) * (1.0 / n_float)).astype(jnp.int64)
+    inverse = 1.0 / n.astype(jnp.float64)
+    guess = jnp.round(x.astype(jnp.float64) * inverse).astype(jnp.int64)
     rest = x - guess * n
-    return guess + jnp.floor((rest.astype(jnp.float64) + 0.5) / n_float).astype(jnp.int64)
+    return guess + jnp.floor((rest.astype(jnp.float64) + 0.5) * inverse).astype(jnp.int64)

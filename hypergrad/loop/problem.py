@@ -70,7 +70,7 @@ class Problem:
     def gradient(self, w: list[Array], theta: list[Array], frozen: list[Any], t: Array) -> tuple[Array, list[Array]]:
         """(loss, gradient in w), the latter bit for bit the same in every pass."""
         with jax.enable_x64(self.x64):
-            value, g = jax.value_and_grad(self.value)(settled(w), theta, frozen, t)
+            value, g = jax.value_and_grad(self.value)(w, theta, frozen, t)
         return value, settled(g)
 
     def run(self, body: drivers.Body, consts: Any, carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:

@@ -54,6 +54,10 @@ class Rule:
         dtypes = self.param_dtypes if link.name == PARAMS else self.dtypes
         return [decode(*args) for args in zip(z[link.name], self.bits(link), dtypes, strict=True)]
 
+    def magnitudes(self, z: Values, link: Link) -> Array:
+        """max |z| of each leaf: float32 [leaves]."""
+        return jnp.stack([largest(x) for x in settled(self.decoded(z, link))])
+
     def readable(self, z: Values, link: Link, leaf: int) -> dict[str, Array]:
         """What a link's increment may read: every other link, as floats."""
         return {
@@ -73,13 +77,12 @@ Gradient = Callable[[list[Array]], list[Array]]
 
 
 def step(rule: Rule, state: Exact, h: Hypers, turns: dict[str, list[Turn]], g: list[Array]) -> tuple[Exact, Array]:
-    """z_k <- rho_k z_k + increment_k for k = 1..K; also the new magnitudes, float32 [links, leaves]."""
+    """z_k <- rho_k z_k + increment_k for k = 1..K; also max |z_k| for k < K, float32 [links - 1, leaves]."""
     magnitudes = []
     for link in rule.chain:
-        updates = increments(rule, link, state.z, h, g)
-        state = advance(rule, link, state, h, turns, updates)
-        magnitudes.append(jnp.stack([largest(x) for x in rule.floats(state.z, link)]))
-    return state, jnp.stack(magnitudes)
+        state = advance(rule, link, state, h, turns, increments(rule, link, state.z, h, g))
+        magnitudes.append(rule.magnitudes(state.z, link))
+    return state, jnp.stack(magnitudes[:-1])
 
 
 def unstep(rule: Rule, state: Exact, h: Hypers, turns: dict[str, list[Turn]], gradient: Gradient) -> Exact:
