@@ -1,5 +1,13 @@
 """Exact hypergradients: train a JAX model, run the training backwards bit for bit, learn its hyperparameters."""
 
+from hypergrad import callbacks as callbacks
+from hypergrad import testing as testing
+from hypergrad._check import Certificate as Certificate
+from hypergrad._check import check_reversal as check_reversal
+from hypergrad._optimize import hypergradient as hypergradient
+from hypergrad._optimize import MetaStep as MetaStep
+from hypergrad._optimize import optimize as optimize
+from hypergrad._optimize import Result as Result
 from hypergrad._train import Trained as Trained
 from hypergrad._train import train as train
 from hypergrad.adjoints import Checkpointed as Checkpointed

@@ -5,7 +5,7 @@ Invariant: a run whose status is not OK returns NaN in every float it returns, w
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -90,8 +90,9 @@ class Status(eqx.Module):
                 )
             case 3:
                 limit = self.limits[place]
+                size = f"magnitude {value:.4g}" if value < 1.5 * limit else f"an update of magnitude {limit:.4g} or more"
                 return (
-                    f"{where} left the range of its fixed-point grid{at}: magnitude {value:.4g}, range +-{limit:.4g}. "
+                    f"{where} left the range of its fixed-point grid{at}: {size}, range +-{limit:.4g}. "
                     "Lower the learning rate or the init scale, or take fewer fraction bits: "
                     "hg.Reversible(fraction_bits=...) doubles the range with each bit less."
                 )
@@ -144,15 +145,20 @@ class Ledger:
 
     def __init__(self) -> None:
         self.statuses: list[Status] = []
-        self.capacity: int | None = None  # words per parameter, at least, for runs that leave the choice to us
+        self.failure: Status | None = None  # the first, of a run that was asked to throw
+        self.capacity = 0  # words per parameter, at least, for runs that leave the choice to the library
 
-    def record(self, status: Status) -> None:
+    def record(self, status: Status, throw: bool) -> None:
         self.statuses.append(status.worst())
+        if throw and self.failure is None and int(self.statuses[-1].code) != OK:
+            self.failure = self.statuses[-1]
+
+    def clear(self) -> None:
+        self.statuses, self.failure = [], None
 
     def summary(self) -> Status | None:
-        """The first failure, or else the last report (a reverse pass reports after its forward pass)."""
-        failed = [s for s in self.statuses if int(s.code) != OK]
-        return failed[0] if failed else (self.statuses[-1] if self.statuses else None)
+        """The failure, or else the report of the run that stores most bits."""
+        return self.failure or max(self.statuses, key=lambda s: float(s.bits), default=None)
 
 
 _LEDGER: contextvars.ContextVar[Ledger | None] = contextvars.ContextVar("hypergrad_ledger", default=None)
@@ -173,33 +179,31 @@ def current_ledger() -> Ledger | None:
 
 
 def surface(status: Status, throw: bool) -> Array:
-    """Raise if `status` is bad, now or from compiled code; returns its `ok` flag (bool []) to mask results with."""
+    """Raise if `status` is bad, now or from compiled code; returns its `ok` flag (bool []) to mask results with.
+
+    Compiled code under a ledger only reports to it: who listens raises, with the class and without a detour through XLA.
+    """
     ledger = _LEDGER.get()
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(status)):
-        _report(status, ledger, throw)
+        if ledger is not None:
+            ledger.record(status, throw)
+        if throw and int((worst := status.worst()).code) != OK:
+            raise worst.error()
         return jnp.asarray(status.ok)
     if not throw and ledger is None:
         return status.ok
-    return _call_back(lambda *leaves: _report_leaves(status, leaves, ledger, throw), status)
 
+    def report(*leaves: Any) -> np.ndarray:
+        known = jax.tree.unflatten(jax.tree.structure(status), [np.asarray(x) for x in leaves])
+        if ledger is not None:
+            ledger.record(known, throw)
+        elif int((worst := known.worst()).code) != OK:
+            raise worst.error()
+        return np.asarray(known.code == OK)
 
-def _call_back(function: Callable[..., Any], status: Status) -> Array:
     # A pure callback whose result masks every output: it cannot be dropped while any output is used.
     leaves = jax.tree.leaves(jax.lax.stop_gradient(status))
-    return jax.pure_callback(function, jax.ShapeDtypeStruct((), jnp.bool_), *leaves, vmap_method="expand_dims")
-
-
-def _report_leaves(status: Status, leaves: tuple[Any, ...], ledger: Ledger | None, throw: bool) -> np.ndarray:
-    concrete = jax.tree.unflatten(jax.tree.structure(status), [np.asarray(x) for x in leaves])
-    _report(concrete, ledger, throw)
-    return np.asarray(concrete.code == OK)
-
-
-def _report(status: Status, ledger: Ledger | None, throw: bool) -> None:
-    if ledger is not None:
-        ledger.record(status)
-    if throw and int((worst := status.worst()).code) != OK:
-        raise worst.error()
+    return jax.pure_callback(report, jax.ShapeDtypeStruct((), jnp.bool_), *leaves, vmap_method="expand_dims")
 
 
 def mask(ok: Array, tree: Any) -> Any:

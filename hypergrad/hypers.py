@@ -144,4 +144,5 @@ def _is_real(leaf: Any) -> bool:
 
 def _as_float(x: Any) -> Array:
     x = jnp.asarray(x)
-    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.result_type(float))
+    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.result_type(float)
+    return jnp.array(x, dtype)  # an explicit dtype is never weak: updates keep it, so that nothing compiles twice

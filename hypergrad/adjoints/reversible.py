@@ -188,7 +188,7 @@ def _certificate(problem: Problem, intact: Array) -> Status:
 
 def _capacities(problem: Problem, h: Any, capacity: int | None) -> dict[str, int]:
     """Words per parameter and link to allocate."""
-    at_least = (ledger.capacity or 0) if (ledger := current_ledger()) else 0
+    at_least = ledger.capacity if (ledger := current_ledger()) else 0
     result = {}
     for k, link in enumerate(problem.rule.chain):
         if not link.decay:

@@ -1,5 +1,6 @@
 """The forward pass: training itself, and what it must keep to be undone."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,20 +21,30 @@ class Forward(NamedTuple):
 
 def forward(problem: Problem, inputs: Inputs, state: Exact, turns: dict[str, list[Any]]) -> Forward:
     """Train: `step` for t = 0..steps-1 from `state`. Call it inside `jax.enable_x64(True)`."""
-    rule, params = problem.rule, problem.rule.chain[-1]
     constant, stepped = split_steps(inputs.h, problem.steps)
     gradient = problem.maybe_jit(problem.gradient)
 
     def body(consts: Any, state: Exact, x: Any) -> tuple[Exact, Any]:
-        constant, theta, frozen = consts
-        t, stepped, turns = x
-        w = settled(rule.decoded(state.z, params))
-        entering = jnp.stack([largest(x) for x in w])  # w is at hand here; what step t leaves is seen at t + 1
-        value, g = gradient(w, theta, frozen, t)
-        state, magnitudes = step(rule, state, join_steps(constant, stepped), turns, g)
-        return state, (value, entering, magnitudes)
+        return train_step(problem, gradient, consts, state, x)
 
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns)
     end, (losses, entering, others) = problem.run(body, (constant, inputs.theta, inputs.frozen), state, xs)
-    left = jnp.concatenate([entering[1:], rule.magnitudes(end.z, params)[None]])
-    return Forward(end, losses, jnp.concatenate([others, left[:, None]], axis=1))
+    return Forward(end, losses, after_steps(problem, end, entering, others))
+
+
+def train_step(problem: Problem, gradient: Callable[..., Any], consts: Any, state: Exact, x: Any) -> tuple[Exact, Any]:
+    """The gradient at the present parameters, then `step`; also (loss, max |w| before, max |z_k| of the others after)."""
+    rule = problem.rule
+    (constant, theta, frozen), (t, stepped, turns) = consts, x
+    w = settled(rule.decoded(state.z, rule.chain[-1]))
+    entering = jnp.stack([largest(x) for x in w])  # w is at hand here; what step t leaves is seen at t + 1
+    value, g = gradient(w, theta, frozen, t)
+    state, others = step(rule, state, join_steps(constant, stepped), turns, g)
+    return state, (value, entering, others)
+
+
+def after_steps(problem: Problem, end: Exact, entering: Array, others: Array) -> Array:
+    """The magnitudes of `train_step`, all of them as after each step: float32 [steps, links, leaves]."""
+    rule = problem.rule
+    w = jnp.concatenate([entering[1:], rule.magnitudes(end.z, rule.chain[-1])[None]])
+    return jnp.concatenate([others, w[:, None]], axis=1)

@@ -36,7 +36,7 @@ def assess(
         code, step = jnp.where(c != OK, c, code), jnp.where(c != OK, s, step)
         place, value = jnp.where(c != OK, p, place), jnp.where(c != OK, v, value)
     bits, ideal = _bits(problem, values, h, plan)
-    words = _most_words(plan)
+    words = most_words(plan)
     as_int = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
     as_float = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
     return Status(
@@ -76,7 +76,7 @@ def _words(plan: dict[str, list[Schedule]], capacity: dict[str, int | None]) -> 
     return jnp.where(full, BUFFER_FULL, OK), jnp.int32(-1), jnp.int32(-1), jnp.float32(0)
 
 
-def _most_words(plan: dict[str, list[Schedule]]) -> Array:
+def most_words(plan: dict[str, list[Schedule]]) -> Array:
     words = [s.words for leaves in plan.values() for s in leaves]
     return jnp.stack(words).max() if words else jnp.int32(0)
 

@@ -1,0 +1,132 @@
+"""`check_reversal`: forward and back without derivatives, and where the two passes first part."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from hypergrad._train import set_up
+from hypergrad.adjoints import Reversible
+from hypergrad.errors import OK
+from hypergrad.loop.forward import after_steps, train_step
+from hypergrad.loop.problem import Inputs, Problem, join_steps, schedules, split_steps, turns_of
+from hypergrad.loop.status import assess, most_words
+from hypergrad.loop.step import Exact, returned, start, unstep
+
+
+class Mismatch(NamedTuple):
+    """Where the reverse pass first differed from the forward pass."""
+
+    step: int  # the state before this step was not recovered
+    place: str  # link and leaf, e.g. "velocity['w']"
+    cause: str  # "batch": `batches` gave another batch the second time; "gradient": same batch, other gradient bits
+
+
+class Certificate(NamedTuple):
+    """What `check_reversal` found."""
+
+    exact: bool  # every link back on its initial bits, every buffer empty
+    first_mismatch: Mismatch | None
+    bits_per_parameter_step: float  # stored: spilled words and the part of the heads in use
+    ideal_bits_per_parameter_step: float  # mean of log2(1/decay)
+    max_abs: float  # largest magnitude of any link at any step
+    buffer_words: int  # 32-bit words per parameter spilled
+
+
+def check_reversal(
+    loss: Callable[[Any, Any, Any], Array],
+    params: Any,
+    optimizer: Any,
+    batches: Callable[[Array], Any],
+    *,
+    theta: Any = None,
+    steps: int | None = None,
+    state: dict[str, Any] | None = None,
+    adjoint: Reversible = Reversible(),  # noqa: B008 (frozen)
+) -> Certificate:
+    """Train, run backwards, compare every bit: the arguments of `hg.train`, concrete; returns a `Certificate`.
+
+    Raises the `HypergradError` of a run that fails on its own (range, NaN); a failed reversal is a result, not an error.
+    """
+    problem, inputs, _ = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, True)
+    with jax.enable_x64(True):
+        plan = schedules(problem, inputs.h)
+        capacity = {link.name: int(most_words(plan)) for link in problem.rule.chain}
+        run = _there_and_back if problem.driver != "scan" else jax.jit(_there_and_back, static_argnums=(0, 1))
+        status, intact, there, back = run(problem, tuple(capacity.items()), inputs)
+    if int(status.code) != OK:
+        raise status.worst().error()
+    exact = bool(intact.all())
+    mismatch = None if exact else _first_mismatch(problem, *(jax.tree.map(np.asarray, x) for x in (there, back)))
+    largest = float(there.magnitudes.max())
+    return Certificate(exact, mismatch, float(status.bits), float(status.ideal_bits), largest, int(status.words))
+
+
+class _Trace(NamedTuple):
+    """Fingerprints of every step: of the state before it [steps, links, leaves], of its batch [steps]."""
+
+    state: Array
+    batch: Array
+    magnitudes: Array
+
+
+def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
+    rule = problem.rule
+    plan = schedules(problem, inputs.h)
+    constant, stepped = split_steps(inputs.h, problem.steps)
+    gradient = problem.maybe_jit(problem.gradient)
+    consts = (constant, inputs.theta, inputs.frozen)
+    xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns_of(plan))
+    words = dict(capacity)
+
+    def forward(consts: Any, state: Exact, x: Any) -> Any:
+        prints = _state_print(rule, state), _batch_print(problem, inputs, x[0])
+        state, (loss, *magnitudes) = train_step(problem, gradient, consts, state, x)
+        return state, (*prints, loss, *magnitudes)
+
+    def backward(consts: Any, state: Exact, x: Any) -> Any:
+        constant, theta, frozen = consts
+        t, stepped, turns = x
+        h = join_steps(constant, stepped)
+        state = unstep(rule, state, h, turns, lambda w: gradient(w, theta, frozen, t)[1])
+        return state, (_state_print(rule, state), _batch_print(problem, inputs, t))
+
+    first = start(rule, inputs.values, words)
+    end, (states, batches, losses, entering, others) = problem.run(forward, consts, first, xs)
+    magnitudes = after_steps(problem, end, entering, others)
+    last, (back_states, back_batches) = problem.run(backward, consts, end, xs, reverse=True)
+    status = assess(problem, inputs.values, inputs.h, plan, magnitudes, losses, words)
+    there, back = _Trace(states, batches, magnitudes), _Trace(back_states, back_batches, magnitudes)
+    return status, returned(rule, inputs.values, last), there, back
+
+
+def _first_mismatch(problem: Problem, there: Any, back: Any) -> Mismatch:
+    differs = there.state != back.state
+    step = int(np.flatnonzero(differs.any(axis=(1, 2)))[-1]) if differs.any() else 0
+    place = int(np.argmax(differs[step].reshape(-1)))
+    cause = "batch" if there.batch[step] != back.batch[step] else "gradient"
+    return Mismatch(step, problem.labels.places[place], cause)
+
+
+def _state_print(rule: Any, state: Exact) -> Array:
+    return jnp.stack([jnp.stack([_print(x) for x in state.z[link.name]]) for link in rule.chain])
+
+
+def _batch_print(problem: Problem, inputs: Inputs, t: Array) -> Array:
+    with jax.enable_x64(problem.x64):
+        batch = problem.assemble(inputs.values["params"], inputs.theta, inputs.frozen, t)[2]
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    leaves = [jax.random.key_data(x) if is_key(x) else jnp.asarray(x) for x in jax.tree.leaves(batch)]
+    return sum((_print(x) for x in leaves), jnp.uint64(0))
+
+
+def _print(x: Array) -> Array:
+    """A position-dependent checksum of an array's bits: uint64 []."""
+    if x.dtype == jnp.bool_:
+        x = x.astype(jnp.uint8)
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).reshape(-1).astype(jnp.uint64)
+    weights = jnp.arange(bits.size, dtype=jnp.uint64) * jnp.uint64(0x9E3779B97F4A7C15) | jnp.uint64(1)
+    return jnp.sum(bits * weights)
