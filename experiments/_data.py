@@ -49,5 +49,7 @@ def load(name: Name, seed: int) -> Data:
 def _folder() -> pathlib.Path:
     folder = os.environ.get("HYPERGRAD_DATA")
     if folder is None:
-        raise SystemExit("This data set is read from a folder of npz files: set HYPERGRAD_DATA to it, or take --data digits.")
+        raise SystemExit(
+            "This data set is read from a folder of npz files: set HYPERGRAD_DATA to it, or take --data digits."
+        )
     return pathlib.Path(folder)

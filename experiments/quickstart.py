@@ -103,7 +103,9 @@ class Experiment:
         @jax.jit
         def measure(hypers: Any) -> Any:
             params = jax.vmap(lambda k: self.train_fn(hg.natural(hypers), k))(keys)
-            rows = [(f, s) for s in (self.data.validation, self.data.test) for f in (_models.cross_entropy, _models.error_rate)]
+            rows = [
+                (f, s) for s in (self.data.validation, self.data.test) for f in (_models.cross_entropy, _models.error_rate)
+            ]
             return [jnp.mean(jax.vmap(lambda p, f=f, s=s: f(p, *s))(params)) for f, s in rows]
 
         return Report(*(float(x) for x in measure(hypers)))
@@ -145,7 +147,11 @@ def main(config: Config) -> dict[str, Any]:
         experiment.train_fn, experiment.val_fn, start,
         meta_steps=config.meta_steps, meta_optimizer=meta_optimizer, key=key, callbacks=progress,
     )  # fmt: skip
-    before, after, proof = experiment.report(start), experiment.report(result.hypers), certificate(experiment, result.hypers)
+    before, after, proof = (
+        experiment.report(start),
+        experiment.report(result.hypers),
+        certificate(experiment, result.hypers),
+    )
     seconds = time.perf_counter() - begin
     print(f"before: {before}\nafter:  {after}")
     print(f"test loss {1 - after.test_loss / before.test_loss:.1%} lower")
@@ -153,7 +159,9 @@ def main(config: Config) -> dict[str, Any]:
     print(f"bits per parameter and step: {proof.bits_per_parameter_step:.4f}, ", end="")
     print(f"log2(1/gamma) = {proof.ideal_bits_per_parameter_step:.4f}")
     config.out.mkdir(parents=True, exist_ok=True)
-    pictures = _quickstart_plots.draw(config.out, hg.natural(start), hg.natural(result.hypers), result.history, experiment.data.side)
+    pictures = _quickstart_plots.draw(
+        config.out, hg.natural(start), hg.natural(result.hypers), result.history, experiment.data.side
+    )
     numbers = {
         "hyperparameters": count, "start_learning_rate": rate, "before": before._asdict(), "after": after._asdict(),
         "certificate": proof._asdict(), "seconds": seconds, "values": [s.value for s in result.history],

@@ -4,10 +4,10 @@ from hypergrad import callbacks as callbacks
 from hypergrad import testing as testing
 from hypergrad._check import Certificate as Certificate
 from hypergrad._check import check_reversal as check_reversal
-from hypergrad._optimize import hypergradient as hypergradient
 from hypergrad._optimize import MetaStep as MetaStep
-from hypergrad._optimize import optimize as optimize
 from hypergrad._optimize import Result as Result
+from hypergrad._optimize import hypergradient as hypergradient
+from hypergrad._optimize import optimize as optimize
 from hypergrad._train import Trained as Trained
 from hypergrad._train import train as train
 from hypergrad.adjoints import Checkpointed as Checkpointed
@@ -21,11 +21,11 @@ from hypergrad.errors import HypergradError as HypergradError
 from hypergrad.errors import NonFiniteError as NonFiniteError
 from hypergrad.errors import RangeError as RangeError
 from hypergrad.errors import ReversalError as ReversalError
+from hypergrad.hypers import PerStep as PerStep
 from hypergrad.hypers import bounded as bounded
 from hypergrad.hypers import fixed as fixed
 from hypergrad.hypers import natural as natural
-from hypergrad.hypers import PerStep as PerStep
 from hypergrad.hypers import positive as positive
 from hypergrad.hypers import unit_interval as unit_interval
-from hypergrad.optimizers import HeavyBall as HeavyBall
 from hypergrad.optimizers import SGD as SGD
+from hypergrad.optimizers import HeavyBall as HeavyBall

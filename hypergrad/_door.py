@@ -12,7 +12,8 @@ from jax import Array
 
 from hypergrad.batches import Stacked
 from hypergrad.hypers import describe
-from hypergrad.optimizers.chain import PARAMS, Link, Optimizer, compute_dtype
+from hypergrad.optimizers.chain import PARAMS, Link, Optimizer
+from hypergrad.optimizers.expand import compute_dtype
 
 
 _BATCH_CURE = "hg.minibatches(data, batch_size, key), hg.stacked(arrays) (leading axis = step) or hg.full_batch(data)"

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from hypergrad.errors import BUFFER_FULL, HypergradError, Ledger, NonFiniteError, Status, listen
+from hypergrad._report import Ledger, listen
+from hypergrad.errors import BUFFER_FULL, HypergradError, NonFiniteError, Status
 from hypergrad.hypers import check_hypers, natural, split_fixed
 
 
@@ -135,7 +136,10 @@ class _Evaluation:
 
 
 def _objective(train_fn: Any, val_fn: Any) -> Callable[[Any, Any, Array], Array]:
-    for name, function, example in (("train_fn", train_fn, "train_fn(hypers, key)"), ("val_fn", val_fn, "val_fn(trained)")):
+    for name, function, example in (
+        ("train_fn", train_fn, "train_fn(hypers, key)"),
+        ("val_fn", val_fn, "val_fn(trained)"),
+    ):
         if not callable(function):
             raise TypeError(f"`{name}` must be a function {example}; got {type(function).__name__}.")
 
@@ -162,7 +166,7 @@ def _check_arguments(meta_steps: Any, meta_optimizer: Any, callbacks: Any) -> No
         raise ValueError(f"`meta_steps` must be an integer of at least 1; got {meta_steps!r}.")
     if not (hasattr(meta_optimizer, "init") and hasattr(meta_optimizer, "update")):
         raise TypeError(
-            f"`meta_optimizer` must be an optax transformation such as optax.adam(0.04); got {type(meta_optimizer).__name__}."
+            f"`meta_optimizer` must be an optax transformation like optax.adam(0.04); got {type(meta_optimizer).__name__}."
         )
     if not all(callable(c) for c in callbacks):
         raise TypeError("`callbacks` must be a sequence of functions of a MetaStep, e.g. [hg.callbacks.Progress()].")

@@ -11,22 +11,14 @@ import numpy as np
 from jax import Array
 
 from hypergrad import _door as door
+from hypergrad._report import mask, surface
 from hypergrad.adjoints import Checkpointed, Reversible, Unrolled
-from hypergrad.errors import Status, mask, surface
+from hypergrad.errors import Status
 from hypergrad.exact import DEVICE, GMPY2, grid_range, words_needed
 from hypergrad.loop.problem import Inputs, Labels, Problem, Static
 from hypergrad.loop.step import Rule
-from hypergrad.optimizers.chain import (
-    PARAMS,
-    Link,
-    Optimizer,
-    compute_dtype,
-    concrete,
-    expand,
-    link_fraction_bits,
-    link_numerators,
-    prepared,
-)
+from hypergrad.optimizers.chain import PARAMS, Link, Optimizer
+from hypergrad.optimizers.expand import compute_dtype, concrete, expand, link_fraction_bits, link_numerators, prepared
 
 
 class Trained(eqx.Module):
@@ -90,7 +82,7 @@ def set_up(
         GMPY2 if adjoint.buffer == "gmpy2" else DEVICE,
     )
     words = tuple(_words_known(optimizer, link, params, steps) for link in optimizer.chain)
-    x64 = bool(jax.config.jax_enable_x64)
+    x64 = jnp.result_type(float) == jnp.float64
     labels = _labels(rule, params)
     problem = Problem(loss, assemble, rule, optimizer.linear, steps, adjoint.driver_name, x64, labels, words, throw)
     return problem, Inputs(values, prepared(optimizer, params, steps), theta_leaves, frozen), tree

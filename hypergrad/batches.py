@@ -94,8 +94,8 @@ def _leading_axis(name: str, arrays: Any) -> int:
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     if not leaves:
         raise ValueError(f"{name} got no arrays.")
-    sizes = {jax.tree_util.keystr(path): x.shape[0] if x.ndim else None for path, x in leaves}
-    if len(set(sizes.values())) > 1 or None in sizes.values() or 0 in sizes.values():
+    sizes = {jax.tree_util.keystr(path): x.shape[0] if x.ndim else 0 for path, x in leaves}  # a scalar has no axis
+    if len(set(sizes.values())) > 1 or 0 in sizes.values():
         listed = ", ".join(f"{path or 'data'}: {size}" for path, size in sizes.items())
         raise ValueError(f"{name} needs arrays with one equal, non-empty leading axis; got lengths {listed}.")
     return next(iter(sizes.values()))

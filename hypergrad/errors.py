@@ -3,14 +3,8 @@
 Invariant: a run whose status is not OK returns NaN in every float it returns, whether or not it raises.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Iterator
-from typing import Any
-
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -129,83 +123,18 @@ def decay_sentence(name: str, value: float, step: int = -1, denominator: int = 2
         why = "With 0 the step forgets its past and has no inverse, and a negative decay is not a decay."
         nearest = 1 / denominator
     elif value > 0 and value < 1 and round(value * denominator) == 0:
-        why, nearest = f"It rounds to 0 on the grid of 1/{denominator}, and a step that forgets has no inverse.", 1 / denominator
+        why, nearest = (
+            f"It rounds to 0 on the grid of 1/{denominator}, and a step that forgets has no inverse.",
+            1 / denominator,
+        )
     elif value < 1:
         why = f"It rounds to 1 on the grid of 1/{denominator}, so nothing would decay and nothing would move."
         nearest = 1 - 1 / denominator
     else:
-        why, nearest = "With 1 nothing decays and the update vanishes; above 1 it grows without bound.", 1 - 1 / denominator
+        why, nearest = (
+            "With 1 nothing decays and the update vanishes; above 1 it grows without bound.",
+            1 - 1 / denominator,
+        )
     if np.isnan(value):
         why, nearest = "It is NaN.", 1 - 1 / denominator
     return f"`{name}` must be in (0, 1); got {value!r}{at}. {why} The nearest representable value is {nearest!r}."
-
-
-class Ledger:
-    """Collects the statuses of the runs inside one evaluation, from compiled code too (`listen`)."""
-
-    def __init__(self) -> None:
-        self.statuses: list[Status] = []
-        self.failure: Status | None = None  # the first, of a run that was asked to throw
-        self.capacity = 0  # words per parameter, at least, for runs that leave the choice to the library
-
-    def record(self, status: Status, throw: bool) -> None:
-        self.statuses.append(status.worst())
-        if throw and self.failure is None and int(self.statuses[-1].code) != OK:
-            self.failure = self.statuses[-1]
-
-    def clear(self) -> None:
-        self.statuses, self.failure = [], None
-
-    def summary(self) -> Status | None:
-        """The failure, or else the report of the run that stores most bits."""
-        return self.failure or max(self.statuses, key=lambda s: float(s.bits), default=None)
-
-
-_LEDGER: contextvars.ContextVar[Ledger | None] = contextvars.ContextVar("hypergrad_ledger", default=None)
-
-
-@contextlib.contextmanager
-def listen(ledger: Ledger) -> Iterator[Ledger]:
-    """Runs traced or executed inside report to `ledger`; compiled code keeps reporting to the one it was traced with."""
-    token = _LEDGER.set(ledger)
-    try:
-        yield ledger
-    finally:
-        _LEDGER.reset(token)
-
-
-def current_ledger() -> Ledger | None:
-    return _LEDGER.get()
-
-
-def surface(status: Status, throw: bool) -> Array:
-    """Raise if `status` is bad, now or from compiled code; returns its `ok` flag (bool []) to mask results with.
-
-    Compiled code under a ledger only reports to it: who listens raises, with the class and without a detour through XLA.
-    """
-    ledger = _LEDGER.get()
-    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(status)):
-        if ledger is not None:
-            ledger.record(status, throw)
-        if throw and int((worst := status.worst()).code) != OK:
-            raise worst.error()
-        return jnp.asarray(status.ok)
-    if not throw and ledger is None:
-        return status.ok
-
-    def report(*leaves: Any) -> np.ndarray:
-        known = jax.tree.unflatten(jax.tree.structure(status), [np.asarray(x) for x in leaves])
-        if ledger is not None:
-            ledger.record(known, throw)
-        elif int((worst := known.worst()).code) != OK:
-            raise worst.error()
-        return np.asarray(known.code == OK)
-
-    # A pure callback whose result masks every output: it cannot be dropped while any output is used.
-    leaves = jax.tree.leaves(jax.lax.stop_gradient(status))
-    return jax.pure_callback(report, jax.ShapeDtypeStruct((), jnp.bool_), *leaves, vmap_method="expand_dims")
-
-
-def mask(ok: Array, tree: Any) -> Any:
-    """NaN in every float leaf where `ok` is False."""
-    return jax.tree.map(lambda x: jnp.where(ok, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

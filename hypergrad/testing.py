@@ -1,5 +1,6 @@
 """Checkers of the two laws that everything rests on: `unstep` inverts `step`, and hypergradients are derivatives."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.exact import DEVICE
+from hypergrad.exact import DEVICE, schedule
 from hypergrad.loop import step as _step
 from hypergrad.loop.problem import join_steps, split_steps
-from hypergrad.exact import schedule
-from hypergrad.optimizers.chain import Optimizer, compute_dtype, link_fraction_bits, link_numerators, prepared
+from hypergrad.optimizers.chain import Optimizer
+from hypergrad.optimizers.expand import compute_dtype, link_fraction_bits, link_numerators, prepared
 
 
 _EXTREMES = (0, -1, 1, 2**16 - 1, -(2**16), 2**60, -(2**60), 2**61 - 1, -(2**61) + 1)
@@ -38,23 +39,29 @@ def check_inverse(optimizer: Optimizer, params: Any = None, *, steps: int = 20, 
         shapes = {link.name: [jnp.shape(link.start(x)) for x in leaves] for link in chain}
         z = {n: [jnp.asarray(rng.choice(_EXTREMES, s)) for s in row] for n, row in shapes.items()}
         state = _step.Exact(
-            z, {n: [DEVICE.empty(x.shape, int(s.words)) for x, s in zip(z[n], p, strict=True)] for n, p in plans.items()}
+            z,
+            {n: [DEVICE.empty(x.shape, int(s.words)) for x, s in zip(z[n], p, strict=True)] for n, p in plans.items()},
         )
         gradients = [[jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in leaves] for _ in range(steps)]
-        moments = [
-            (join_steps(constant, jax.tree.map(lambda x: x[t], stepped)), _turns(plans, t), gradients[t]) for t in range(steps)
-        ]
+        moments = [(*_moment(t, constant, stepped, plans), gradients[t]) for t in range(steps)]
         before = []
         for h_t, turns, g in moments:
             before.append(state)
             state, _ = _step.step(rule, state, h_t, turns, g)
         for t, (h_t, turns, g) in reversed(list(enumerate(moments))):
-            state = _step.unstep(rule, state, h_t, turns, lambda w, g=g: g)
+            state = _step.unstep(rule, state, h_t, turns, functools.partial(_given, g))
             _assert_same(t, before[t], state)
 
 
-def _turns(plans: dict[str, list[Any]], t: int) -> dict[str, list[Any]]:
-    return {name: [jax.tree.map(lambda x: x[t], s.turns) for s in row] for name, row in plans.items()}
+def _given(g: list[Array], w: list[Array]) -> list[Array]:
+    del w
+    return g
+
+
+def _moment(t: int, constant: Any, stepped: Any, plans: dict[str, list[Any]]) -> tuple[Any, Any]:
+    """The hyperparameters and the turns of step t."""
+    turns = {name: [jax.tree.map(lambda x: x[t], s.turns) for s in row] for name, row in plans.items()}
+    return join_steps(constant, jax.tree.map(lambda x: x[t], stepped)), turns
 
 
 def _assert_same(t: int, expected: Any, got: Any) -> None:
@@ -104,7 +111,9 @@ def check_hypergradient(
         d = [jnp.asarray(rng.choice([-1.0, 1.0], jnp.shape(x)), jnp.result_type(x)) for x in leaves]
 
         def difference(size: float, d: list[Array] = d) -> float:
-            ahead, behind = (jax.tree.unflatten(tree, [x + s * e for x, e in zip(leaves, d, strict=True)]) for s in (size, -size))
+            ahead, behind = (
+                jax.tree.unflatten(tree, [x + s * e for x, e in zip(leaves, d, strict=True)]) for s in (size, -size)
+            )
             return float(f(ahead) - f(behind)) / (2 * size)
 
         numeric = (4 * difference(step / 2) - difference(step)) / 3

@@ -71,7 +71,9 @@ ROWS: dict[str, Callable[[Task, Array], Array]] = {
 }
 
 
-def measure(task: Task, rows: dict[str, Callable[[Task, Array], Array]], repeats: int) -> list[tuple[str, float, float, float]]:
+def measure(
+    task: Task, rows: dict[str, Callable[[Task, Array], Array]], repeats: int
+) -> list[tuple[str, float, float, float]]:
     """(name, median multiple of the first row, median seconds, MiB of XLA temporaries), rounds interleaved."""
     rates = jnp.full(task.steps, 0.1)
     compiled = {name: jax.jit(lambda a, f=f: f(task, a)).lower(rates).compile() for name, f in rows.items()}

@@ -1,6 +1,6 @@
 """Reverse 20,000 steps of a 55,000-parameter network bit for bit, the momentum drawn anew for each step.
 
-    python -m experiments.benchmarks.long_reversal [--steps 20000]
+python -m experiments.benchmarks.long_reversal [--steps 20000]
 """
 
 import argparse

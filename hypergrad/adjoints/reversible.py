@@ -12,14 +12,15 @@ import numpy as np
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
+from hypergrad._report import current_ledger, mask, surface
 from hypergrad.adjoints.backward import Cotangents, reverse
-from hypergrad.errors import REVERSAL, Status, current_ledger, mask, surface
-from hypergrad.exact import words_needed
+from hypergrad.errors import REVERSAL, Status
+from hypergrad.exact import WORD_BITS, words_needed
 from hypergrad.loop.forward import forward
 from hypergrad.loop.problem import Inputs, Problem, schedules, turns_of
 from hypergrad.loop.status import Outcome, assess
 from hypergrad.loop.step import Exact, returned, start
-from hypergrad.optimizers.chain import concrete, first_true, link_numerators
+from hypergrad.optimizers.expand import concrete, first_true, link_numerators
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,20 +188,17 @@ def _certificate(problem: Problem, intact: Array) -> Status:
 
 
 def _capacities(problem: Problem, h: Any, capacity: int | None) -> dict[str, int]:
-    """Words per parameter and link to allocate."""
+    """Words per parameter to allocate, for each link that decays."""
     at_least = ledger.capacity if (ledger := current_ledger()) else 0
+    guess = max(-(-problem.steps // WORD_BITS), at_least)  # a bit a step, until told otherwise
     result = {}
-    for k, link in enumerate(problem.rule.chain):
-        if not link.decay:
-            continue
-        if capacity is not None:
+    for link, known in zip(problem.rule.chain, problem.words, strict=True):
+        if link.decay and capacity is not None:
             result[link.name] = capacity
-        elif concrete(h):
+        elif link.decay and concrete(h):
             result[link.name] = max(_exact_words(problem, link, hj) for hj in h)
-        elif problem.words[k] is not None:
-            result[link.name] = problem.words[k]
-        else:
-            result[link.name] = max(-(-problem.steps // 32), at_least)
+        elif link.decay:
+            result[link.name] = guess if known is None else known
     return result
 
 

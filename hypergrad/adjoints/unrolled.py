@@ -64,7 +64,7 @@ def _run(problem: Problem, inputs: Inputs, scan: Scan) -> Outcome:
     rule = problem.rule
     with jax.enable_x64(True):
         plan = schedules(problem, jax.lax.stop_gradient(inputs.h))
-        capacity = {link.name: None for link in rule.chain}
+        capacity: dict[str, int | None] = {link.name: None for link in rule.chain}
         state = start(rule, jax.lax.stop_gradient(inputs.values), capacity)
         constant, stepped = split_steps(inputs.h, problem.steps)
 
@@ -90,7 +90,9 @@ def _run(problem: Problem, inputs: Inputs, scan: Scan) -> Outcome:
         first = {
             link.name: [
                 substitute(x.astype(t), decode(z, b, t))
-                for x, z, b, t in zip(inputs.values[link.name], state.z[link.name], rule.bits(link), rule.dtypes, strict=True)
+                for x, z, b, t in zip(
+                    inputs.values[link.name], state.z[link.name], rule.bits(link), rule.dtypes, strict=True
+                )
             ]
             for link in rule.chain
         }

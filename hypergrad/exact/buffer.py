@@ -13,7 +13,8 @@ so the schedule is computed before the loop, and both passes read it. A head sta
 enough: what is left after a spill is below 2^30 <= 2^62 / d.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,9 +91,7 @@ def _mirror(buffer: Buffer, turn: Turn) -> Buffer:
     if buffer.stack is None:
         return buffer
     top = turn.slot + turn.spills
-    return buffer._replace(
-        stack=jax.lax.dynamic_update_index_in_dim(buffer.stack, buffer.head.astype(jnp.uint32), top, 0)
-    )
+    return buffer._replace(stack=jax.lax.dynamic_update_index_in_dim(buffer.stack, buffer.head.astype(jnp.uint32), top, 0))
 
 
 class Schedule(NamedTuple):
@@ -106,7 +105,7 @@ class Schedule(NamedTuple):
 def schedule(n: Array, denominator: int) -> Schedule:
     """Spills of a leaf: int64 [steps], the leaf's smallest numerator at each step (a bound for the others)."""
 
-    def body(carry, n):
+    def body(carry: tuple[Array, Array], n: Array) -> tuple[tuple[Array, Array], Turn]:
         (bound, slot), spills = _next_bound(*carry, n, denominator, jnp.where)
         return (bound, slot), Turn(n, spills, carry[1])
 
@@ -122,7 +121,8 @@ def words_needed(n: np.ndarray, denominator: int) -> int:
     return state[1]
 
 
-def _next_bound(bound, slot, n, denominator, where):
+def _next_bound(bound: Any, slot: Any, n: Any, denominator: int, where: Callable[..., Any]) -> tuple[Any, Any]:
+    """((bound, slot) after a multiplication by n/d, whether it spilled first); on arrays or on Python integers."""
     spills = bound >= 2**HEAD_BITS // denominator
     bound, slot = where(spills, bound >> WORD_BITS, bound), where(spills, slot + 1, slot)
     return ((bound * denominator + denominator - 1) // n, slot), spills

@@ -37,23 +37,23 @@ def is_empty(buffer: Digits) -> bool:
 def multiply_by(buffer: Digits, c: Array, n: Any, denominator: int, turn: Any = None) -> tuple[Digits, Array]:
     """c <- c n/d, the digit lost kept in the buffer (Algorithm 7): int64 [...] -> int64 [...]."""
     del turn
-    i, c, n, d = buffer.i, _big(c), _big(n), denominator
-    i = i * d + c % d  # l. 2-3
-    c = c // d  # l. 4
-    c = c * n + i % n  # l. 5-6
+    i, v, n, d = buffer.i, _big(c), _big(n), denominator
+    i = i * d + v % d  # l. 2-3
+    v = v // d  # l. 4
+    v = v * n + i % n  # l. 5-6
     i = i // n  # l. 7
-    return Digits(_as_objects(i)), _as_int64(c)
+    return Digits(_as_objects(i)), _as_int64(v)
 
 
 def divide_by(buffer: Digits, c: Array, n: Any, denominator: int, turn: Any = None) -> tuple[Digits, Array]:
     """The inverse of `multiply_by`: the same lines with n and d swapped."""
     del turn
-    i, c, n, d = buffer.i, _big(c), _big(n), denominator
-    i = i * n + c % n
-    c = c // n
-    c = c * d + i % d
+    i, v, n, d = buffer.i, _big(c), _big(n), denominator
+    i = i * n + v % n
+    v = v // n
+    v = v * d + i % d
     i = i // d
-    return Digits(_as_objects(i)), _as_int64(c)
+    return Digits(_as_objects(i)), _as_int64(v)
 
 
 def _big(x: Any) -> np.ndarray:

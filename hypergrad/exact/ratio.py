@@ -3,6 +3,8 @@
 Invariant: `0 <= x - divide(x, n) * n < n`, for every |x| <= 2^62 and 1 <= n <= 2^24.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -20,7 +22,7 @@ def substitute(x: Array, value: Array) -> Array:
 
 
 @substitute.defjvp
-def _substitute_jvp(primals, tangents):
+def _substitute_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return primals[1], tangents[0]
 
 

@@ -13,7 +13,7 @@ from jax import Array
 from hypergrad.exact import Schedule, schedule
 from hypergrad.loop import drivers
 from hypergrad.loop.step import Hypers, Rule, Values, settled
-from hypergrad.optimizers.chain import link_numerators
+from hypergrad.optimizers.expand import link_numerators
 
 
 class Inputs(NamedTuple):

@@ -9,7 +9,7 @@ from hypergrad.errors import BUFFER_FULL, DECAY, NON_FINITE, OK, RANGE, Status
 from hypergrad.exact import WORD_BITS, Schedule, is_nan_mark
 from hypergrad.loop.problem import Problem
 from hypergrad.loop.step import Hypers, Values
-from hypergrad.optimizers.chain import first_bad_decay, first_true
+from hypergrad.optimizers.expand import first_bad_decay, first_true
 
 
 class Outcome(NamedTuple):

@@ -2,5 +2,5 @@
 
 from hypergrad.optimizers.chain import Link as Link
 from hypergrad.optimizers.chain import Optimizer as Optimizer
-from hypergrad.optimizers.sgd import HeavyBall as HeavyBall
 from hypergrad.optimizers.sgd import SGD as SGD
+from hypergrad.optimizers.sgd import HeavyBall as HeavyBall

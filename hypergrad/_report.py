@@ -1,0 +1,87 @@
+"""How a status reaches the caller: raised at once, raised from compiled code, or written into a ledger.
+
+Invariant: `surface` returns a flag that every output is masked with, so that a report is never dropped as dead code.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from hypergrad.errors import OK, Status
+
+
+class Ledger:
+    """Collects the statuses of the runs inside one evaluation, from compiled code too (`listen`)."""
+
+    def __init__(self) -> None:
+        self.statuses: list[Status] = []
+        self.failure: Status | None = None  # the first, of a run that was asked to throw
+        self.capacity = 0  # words per parameter, at least, for runs that leave the choice to the library
+
+    def record(self, status: Status, throw: bool) -> None:
+        self.statuses.append(status.worst())
+        if throw and self.failure is None and int(self.statuses[-1].code) != OK:
+            self.failure = self.statuses[-1]
+
+    def clear(self) -> None:
+        self.statuses, self.failure = [], None
+
+    def summary(self) -> Status | None:
+        """The failure, or else the report of the run that stores most bits."""
+        return self.failure or max(self.statuses, key=lambda s: float(s.bits), default=None)
+
+
+_LEDGER: contextvars.ContextVar[Ledger | None] = contextvars.ContextVar("hypergrad_ledger", default=None)
+
+
+@contextlib.contextmanager
+def listen(ledger: Ledger) -> Iterator[Ledger]:
+    """Runs traced or executed inside report to `ledger`; compiled code keeps reporting to the one it was traced with."""
+    token = _LEDGER.set(ledger)
+    try:
+        yield ledger
+    finally:
+        _LEDGER.reset(token)
+
+
+def current_ledger() -> Ledger | None:
+    return _LEDGER.get()
+
+
+def surface(status: Status, throw: bool) -> Array:
+    """Raise if `status` is bad, now or from compiled code; returns its `ok` flag (bool []) to mask results with.
+
+    Compiled code under a ledger only reports to it: who listens raises, with the class and without a detour through XLA.
+    """
+    ledger = _LEDGER.get()
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(status)):
+        if ledger is not None:
+            ledger.record(status, throw)
+        if throw and int((worst := status.worst()).code) != OK:
+            raise worst.error()
+        return jnp.asarray(status.ok)
+    if not throw and ledger is None:
+        return status.ok
+
+    def report(*leaves: Any) -> np.ndarray:
+        known = jax.tree.unflatten(jax.tree.structure(status), [np.asarray(x) for x in leaves])
+        if ledger is not None:
+            ledger.record(known, throw)
+        elif int((worst := known.worst()).code) != OK:
+            raise worst.error()
+        return np.asarray(known.code == OK)
+
+    # A pure callback whose result masks every output: it cannot be dropped while any output is used.
+    leaves = jax.tree.leaves(jax.lax.stop_gradient(status))
+    return jax.pure_callback(report, jax.ShapeDtypeStruct((), jnp.bool_), *leaves, vmap_method="expand_dims")
+
+
+def mask(ok: Array, tree: Any) -> Any:
+    """NaN in every float leaf where `ok` is False."""
+    return jax.tree.map(lambda x: jnp.where(ok, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

@@ -1,0 +1,133 @@
+"""Hyperparameters as arrays: every field of an optimizer, for every parameter leaf, with a leading step axis.
+
+Invariant: a prepared array has shape [steps | 1, 1.. | leaf shape], and every decay among them is an exact n/d.
+"""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from hypergrad.errors import RangeError, decay_sentence
+from hypergrad.exact import default_fraction_bits, numerator, to_ratio
+from hypergrad.hypers import PerStep, describe
+from hypergrad.optimizers.chain import Link, Optimizer
+
+
+def expand(optimizer: Optimizer, params: Any, steps: int, only: tuple[str, ...] | None = None) -> list[dict[str, Array]]:
+    """The hyperparameters of each parameter leaf, step axis first: list of {field: float [steps | 1, 1.. | leaf shape]}.
+
+    Raises with the field, the leaf's path and both shapes where one does not fit.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    expanded: list[dict[str, Array]] = [{} for _ in leaves]
+    decays = {link.decay: link for link in optimizer.chain if link.decay}
+    for field in dataclasses.fields(optimizer):
+        if only is not None and field.name not in only:
+            continue
+        values = _broadcast_prefix(field.name, getattr(optimizer, field.name), params)
+        for h, value, (path, leaf) in zip(expanded, values, leaves, strict=True):
+            x = _with_step_axis(field.name, value, jax.tree_util.keystr(path), leaf, steps, decays)
+            h[field.name] = to_ratio(x, decays[field.name].denominator) if field.name in decays else x
+    return expanded
+
+
+def prepared(optimizer: Optimizer, params: Any, steps: int) -> list[dict[str, Array]]:
+    """`expand` followed by the optimizer's `prepare`, with every decay an exact n/d."""
+    result = []
+    for h in expand(optimizer, params, steps):
+        h = dict(optimizer.prepare(h, steps))
+        for link in optimizer.chain:
+            if link.decay:
+                h[link.decay] = to_ratio(h[link.decay], link.denominator)
+        result.append(h)
+    return result
+
+
+def link_numerators(link: Link, h: dict[str, Array], steps: int) -> Array:
+    """The smallest numerator of a leaf at each step, which bounds its buffer: int64 [steps]."""
+    n = numerator(h[link.decay], link.denominator)  # type: ignore[index]
+    return jnp.broadcast_to(n.reshape(n.shape[0], -1).min(axis=1), (steps,))
+
+
+def link_fraction_bits(link: Link, leaf: Array, fraction_bits: int | None) -> int:
+    bits = default_fraction_bits(leaf.dtype) if fraction_bits is None else fraction_bits
+    return min(bits + link.extra_bits, 60)
+
+
+def compute_dtype(leaf: Array) -> np.dtype:
+    """Accumulators and hyperparameters of a leaf: its own dtype, float32 at least (n/d needs up to 24 bits)."""
+    return np.promote_types(leaf.dtype, np.float32)
+
+
+def concrete(x: Any) -> bool:
+    """Whether no leaf is traced, so that values can be looked at."""
+    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
+
+
+def decay_interval(link: Link) -> tuple[float, float]:
+    return 1 / link.denominator, 1.0 if link.may_be_one else 1 - 1 / link.denominator
+
+
+def first_bad_decay(link: Link, h: dict[str, Array]) -> tuple[Array, Array, Array]:
+    """(any, step, value): where a leaf's traced decay is outside its interval."""
+    rho = h[link.decay].reshape(h[link.decay].shape[0], -1)  # type: ignore[index]
+    lowest, highest = decay_interval(link)
+    bad = ~((rho >= lowest) & (rho <= highest))
+    step = first_true(bad.any(axis=1))
+    return bad.any(), step, rho[step, first_true(bad[step])].astype(jnp.float32)
+
+
+def first_true(x: Array) -> Array:
+    """Index of the first True, 0 if none: bool [n] -> int32 []. (`jnp.argmax` is lowered to int64 outside x64.)"""
+    return jax.lax.argmax(x.astype(jnp.int32), 0, jnp.int32)
+
+
+def _broadcast_prefix(name: str, value: Any, params: Any) -> list[Any]:
+    is_per_step = lambda x: isinstance(x, PerStep)  # noqa: E731
+    value = jax.tree.map(lambda x: jax.tree.map(PerStep, x.values) if is_per_step(x) else x, value, is_leaf=is_per_step)
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(value, params, is_leaf=is_per_step), is_leaf=is_per_step)
+    except ValueError as e:
+        raise ValueError(
+            f"optimizer.{name} must be one value or a pytree prefix of `params`; got the tree "
+            f"{jax.tree.structure(value, is_leaf=is_per_step)} for params {jax.tree.structure(params)}."
+        ) from e
+
+
+def _with_step_axis(name: str, value: Any, path: str, leaf: Array, steps: int, decays: dict[str, Link]) -> Array:
+    where = f"optimizer.{name} for params{path}"
+    raw = value.values if isinstance(value, PerStep) else value
+    if not eqx.is_array_like(raw) or not jnp.issubdtype(jnp.result_type(raw), jnp.number):
+        raise TypeError(f"{where} must be a float or an array of floats; got {describe(raw)}.")
+    if jnp.issubdtype(jnp.result_type(raw), jnp.complexfloating):
+        raise TypeError(f"{where} must be real; got {describe(raw)}.")
+    if name in decays and concrete(raw):
+        _check_decay(where, np.asarray(raw), decays[name], per_step=isinstance(value, PerStep))
+    x = jnp.asarray(raw).astype(compute_dtype(leaf))
+    if isinstance(value, PerStep):
+        if x.ndim == 0 or x.shape[0] != steps:
+            raise ValueError(f"{where} is hg.PerStep of shape {x.shape}; its leading axis must be steps={steps}.")
+        rest = x.shape[1:]
+    else:
+        x, rest = x[None], x.shape
+    if rest not in ((), leaf.shape):
+        hint = " Wrap it in hg.PerStep if its leading axis is the step." if rest[:1] == (steps,) else ""
+        raise ValueError(
+            f"{where} has shape {rest}; each leaf must be a scalar or have the parameter's own shape {leaf.shape}.{hint}"
+        )
+    return x.reshape(x.shape[0], *(rest or (1,) * leaf.ndim))
+
+
+def _check_decay(where: str, value: np.ndarray, link: Link, *, per_step: bool) -> None:
+    lowest, highest = decay_interval(link)
+    n = np.round(value.astype(np.float64) * link.denominator) / link.denominator
+    bad = ~((n >= lowest) & (n <= highest))
+    if bad.any():
+        index = np.unravel_index(np.argmax(bad), bad.shape)
+        step = int(index[0]) if per_step else -1
+        raise RangeError(decay_sentence(where, float(value[index]), step, link.denominator))
