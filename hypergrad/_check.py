@@ -11,7 +11,7 @@ from jax import Array
 from hypergrad._train import set_up
 from hypergrad.adjoints import Reversible
 from hypergrad.errors import OK
-from hypergrad.loop.forward import after_steps, train_step
+from hypergrad.loop.forward import in_order, train_step
 from hypergrad.loop.problem import Inputs, Problem, join_steps, schedules, split_steps, turns_of
 from hypergrad.loop.status import assess, most_words
 from hypergrad.loop.step import Exact, returned, start, unstep
@@ -96,7 +96,7 @@ def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
 
     first = start(rule, inputs.values, words)
     end, (states, batches, losses, entering, others) = problem.run(forward, consts, first, xs)
-    magnitudes = after_steps(problem, end, entering, others)
+    magnitudes = in_order(problem, first, end, entering, others)
     last, (back_states, back_batches) = problem.run(backward, consts, end, xs, reverse=True)
     status = assess(problem, inputs.values, inputs.h, plan, magnitudes, losses, words)
     there, back = _Trace(states, batches, magnitudes), _Trace(back_states, back_batches, magnitudes)

@@ -36,6 +36,7 @@ def check_kinds(loss: Any, optimizer: Any, batches: Any, adjoint: Any) -> None:
         )
     if not hasattr(adjoint, "run"):
         raise TypeError(f"`adjoint` must be hg.Reversible(), hg.Unrolled() or hg.Checkpointed(); got {describe(adjoint)}.")
+    check_signature(loss)
     for role, function in (("loss", loss), ("batches", batches)):
         reject_traced_closure(role, function)
 
@@ -48,7 +49,7 @@ def check_params(params: Any) -> Any:
     def check(path: Any, leaf: Any) -> Array:
         where = f"params{jax.tree_util.keystr(path)}"
         if isinstance(leaf, float):
-            return jnp.asarray(leaf)
+            return jnp.asarray(leaf, jnp.result_type(float))
         if not eqx.is_array_like(leaf) or isinstance(leaf, (bool, int, complex)) or not hasattr(leaf, "dtype"):
             raise TypeError(
                 f"{where} is {describe(leaf)}, not an array of real floats. For a model with other leaves (functions, "
@@ -81,18 +82,20 @@ def check_steps(steps: Any, batches: Any) -> int:
     return int(steps)
 
 
-def check_loss(loss: Any, batches: Any, params: Any, theta: Any) -> None:
+def check_signature(loss: Any) -> None:
     try:
-        inspect.signature(loss).bind(params, theta, None)
+        inspect.signature(loss).bind(None, None, None)
     except TypeError as e:
         raise TypeError(
             f"`loss` must take three arguments, loss(params, theta, batch); {_name(loss)} has the signature "
             f"{inspect.signature(loss)}. Without theta write loss(params, _, batch)."
         ) from e
     except ValueError:
-        pass  # a builtin without a signature: the call below will tell
-    batch = jax.eval_shape(batches, jax.ShapeDtypeStruct((), jnp.int32))
-    value = jax.eval_shape(loss, params, theta, batch)
+        pass  # a builtin without a signature: calling it will tell
+
+
+def check_loss_value(value: Any) -> None:
+    """`value`: what the loss returns, as `jax.eval_shape` knows it."""
     if not isinstance(value, jax.ShapeDtypeStruct):
         raise TypeError(f"`loss` must return one scalar; got a {type(value).__name__}. Return the loss alone.")
     if value.shape != ():

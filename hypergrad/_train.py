@@ -1,7 +1,7 @@
 """`train`: from a loss, parameters, an optimizer and batches to a run, checked at the door."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -72,7 +72,9 @@ def set_up(
     theta = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (float, np.ndarray)) else x, theta)
     assemble, theta_leaves, frozen = _take_apart(params, theta, batches)
     leaves, tree = jax.tree.flatten(params)
-    door.check_loss(loss, batches, params, theta)
+    evaluate = lambda *flowing: loss(*assemble(*flowing))  # noqa: E731
+    t = jax.ShapeDtypeStruct((), jnp.int32)
+    door.check_loss_value(jax.eval_shape(evaluate, leaves, theta_leaves, frozen, t))
     values = door.check_state(optimizer.chain, params, state)
     rule = Rule(
         optimizer.chain,
@@ -89,33 +91,47 @@ def set_up(
 
 
 @dataclasses.dataclass(frozen=True)
+class _Tree:
+    """A pytree taken apart: where its differentiable leaves, its other arrays and its static leaves go."""
+
+    structure: Any
+    leaves: tuple[str | Static, ...]  # "float", "array", or the value itself
+
+    @classmethod
+    def split(cls, tree: Any, floats: bool) -> tuple["_Tree", list[Array], list[Any]]:
+        """(what to rebuild it with, differentiable leaves if `floats`, other arrays)."""
+        leaves, structure = jax.tree.flatten(tree)
+        kinds: list[str | Static] = []
+        for x in leaves:
+            kind = "float" if floats and eqx.is_inexact_array(x) else "array"
+            kinds.append(kind if eqx.is_array(x) else Static(x))
+        parts = {kind: [x for x, k in zip(leaves, kinds, strict=True) if k == kind] for kind in ("float", "array")}
+        return cls(structure, tuple(kinds)), parts["float"], parts["array"]
+
+    def join(self, floats: Iterator[Any], arrays: Iterator[Any]) -> Any:
+        sources = {"float": floats, "array": arrays}
+        leaves = [k.value if isinstance(k, Static) else next(sources[k]) for k in self.leaves]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Assemble:
-    """(parameter leaves, theta's float leaves, frozen leaves, t) -> the three arguments of the loss."""
+    """(parameter leaves, theta's float leaves, frozen arrays, t) -> the three arguments of the loss."""
 
     params: Any
-    theta: Any
-    theta_is_float: tuple[bool, ...]
-    batches: Any
-    batches_static: tuple[Static | None, ...]  # None where the leaf is an array
+    theta: _Tree
+    batches: _Tree
 
     def __call__(self, w: list[Array], theta: list[Array], frozen: list[Any], t: Array) -> tuple[Any, Any, Any]:
-        rest, floats = iter(frozen), iter(theta)
-        theta_leaves = [next(floats) if is_float else next(rest) for is_float in self.theta_is_float]
-        batches = [next(rest) if s is None else s.value for s in self.batches_static]
-        batch = jax.tree.unflatten(self.batches, batches)(t)
-        return jax.tree.unflatten(self.params, w), jax.tree.unflatten(self.theta, theta_leaves), batch
+        arrays = iter(frozen)
+        theta_tree = self.theta.join(iter(theta), arrays)
+        return jax.tree.unflatten(self.params, w), theta_tree, self.batches.join(iter(()), arrays)(t)
 
 
 def _take_apart(params: Any, theta: Any, batches: Any) -> tuple[_Assemble, list[Array], list[Any]]:
-    theta_leaves, theta_tree = jax.tree.flatten(theta)
-    is_float = tuple(eqx.is_inexact_array(x) for x in theta_leaves)
-    batch_leaves, batch_tree = jax.tree.flatten(batches)
-    arrays = [x for x in batch_leaves if eqx.is_array(x)]
-    static = tuple(None if eqx.is_array(x) else Static(x) for x in batch_leaves)
-    assemble = _Assemble(jax.tree.structure(params), theta_tree, is_float, batch_tree, static)
-    floats = [x for x, f in zip(theta_leaves, is_float, strict=True) if f]
-    others = [x for x, f in zip(theta_leaves, is_float, strict=True) if not f]
-    return assemble, floats, others + arrays
+    theta_tree, floats, others = _Tree.split(theta, floats=True)
+    batches_tree, _, arrays = _Tree.split(batches, floats=False)
+    return _Assemble(jax.tree.structure(params), theta_tree, batches_tree), floats, others + arrays
 
 
 def _labels(rule: Rule, params: Any) -> Labels:

@@ -71,7 +71,7 @@ class Status(eqx.Module):
         code, step, place, words = (int(x) for x in (self.code, self.step, self.place, self.words))
         value = float(self.magnitude)
         where = self.names[place] if 0 <= place < len(self.names) else "the loss"
-        at = f" at step {step}" if step >= 0 else ""
+        at = f" at step {step}" if step >= 0 else " before the first step"
         match code:
             case 0:
                 return ""

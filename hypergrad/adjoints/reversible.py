@@ -61,17 +61,7 @@ class Reversible:
         return self.driver or "scan"
 
     def run(self, problem: Problem, inputs: Inputs) -> Outcome:
-        if problem.driver != "scan" and not _unperturbed_is_concrete(inputs):
-            raise ValueError(
-                f"driver={problem.driver.split('_')[0]!r} runs training from Python, so it cannot be traced by jax.jit or "
-                'jax.vmap. Call it outside of them (hg.optimize(..., jit=False)), or take driver="scan".'
-            )
         return _run(problem, self.capacity, *inputs)
-
-
-def _unperturbed_is_concrete(inputs: Inputs) -> bool:
-    # Under an eager jax.grad the differentiated leaves are tracers that carry values; steps and batches are not.
-    return not any(isinstance(x, jax.interpreters.partial_eval.DynamicJaxprTracer) for x in jax.tree.leaves(inputs))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -138,6 +128,11 @@ def _once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forward(problem: Problem, capacity: dict[str, int] | None, inputs: Inputs) -> tuple[Outcome, Exact]:
+    if problem.driver != "scan" and not concrete(inputs):
+        raise ValueError(
+            'driver="host" and buffer="gmpy2" run training from Python and cannot be traced by jax.jit or jax.vmap. Call it '
+            'outside of them (hg.optimize(..., jit=False)), or take hg.Reversible(driver="scan").'
+        )
     with jax.enable_x64(True):
         key = None if capacity is None else tuple(sorted(capacity.items()))
         return _once(_jitted_forward if problem.driver == "scan" else _forward_pass)(problem, key, inputs)

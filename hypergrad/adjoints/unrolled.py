@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hypergrad.exact import decode, largest, substitute
+from hypergrad.exact import decode, substitute
 from hypergrad.loop.problem import Inputs, Problem, join_steps, schedules, split_steps, turns_of
 from hypergrad.loop.status import Outcome, assess
 from hypergrad.loop.step import Exact, Values, advance, increment, start
@@ -75,17 +75,15 @@ def _run(problem: Problem, inputs: Inputs, scan: Scan) -> Outcome:
             decoded = rule.decoded(state.z, rule.chain[-1])
             w = [substitute(s.astype(d.dtype), d) for s, d in zip(shadow[PARAMS], decoded, strict=True)]
             value, g = problem.gradient(w, inputs.theta, inputs.frozen, t)
-            magnitudes = []
             for link in rule.chain:
                 others = [{k.name: shadow[k.name][j] for k in rule.chain if k is not link} for j in rule.leaves]
                 updates = [increment(link, h[j], others[j], g[j]) for j in rule.leaves]
                 state = advance(rule, link, state, jax.lax.stop_gradient(h), turns, jax.lax.stop_gradient(updates))
                 floats = rule.floats(state.z, link)
-                magnitudes.append(jnp.stack([largest(x) for x in floats]))
                 rho = [hj[link.decay] if link.decay else 1 for hj in h]
                 real = [r * s + u for r, s, u in zip(rho, shadow[link.name], updates, strict=True)]
                 shadow = {**shadow, link.name: [substitute(*a) for a in zip(real, floats, strict=True)]}
-            return (state, shadow), (value, jax.lax.stop_gradient(jnp.stack(magnitudes)))
+            return (state, shadow), (value, rule.all_magnitudes(state.z))
 
         first = {
             link.name: [
@@ -101,6 +99,7 @@ def _run(problem: Problem, inputs: Inputs, scan: Scan) -> Outcome:
         values = {**shadow, PARAMS: []}
         for s, d in zip(shadow[PARAMS], rule.decoded(end.z, rule.chain[-1]), strict=True):
             values[PARAMS].append(substitute(s.astype(d.dtype), d))
+        magnitudes = jnp.concatenate([rule.all_magnitudes(state.z)[None], magnitudes])
         status = assess(problem, inputs.values, inputs.h, plan, magnitudes, losses, capacity)
         return Outcome(values, losses, jax.lax.stop_gradient(status))
 

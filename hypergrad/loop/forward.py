@@ -16,7 +16,7 @@ class Forward(NamedTuple):
 
     end: Exact
     losses: Array  # [steps]
-    magnitudes: Array  # float32 [steps, links, leaves]: max |z| after each step
+    magnitudes: Array  # float32 [steps + 1, links, leaves]: max |z| before the first and after each step
 
 
 def forward(problem: Problem, inputs: Inputs, state: Exact, turns: dict[str, list[Any]]) -> Forward:
@@ -29,7 +29,7 @@ def forward(problem: Problem, inputs: Inputs, state: Exact, turns: dict[str, lis
 
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns)
     end, (losses, entering, others) = problem.run(body, (constant, inputs.theta, inputs.frozen), state, xs)
-    return Forward(end, losses, after_steps(problem, end, entering, others))
+    return Forward(end, losses, in_order(problem, state, end, entering, others))
 
 
 def train_step(problem: Problem, gradient: Callable[..., Any], consts: Any, state: Exact, x: Any) -> tuple[Exact, Any]:
@@ -43,8 +43,8 @@ def train_step(problem: Problem, gradient: Callable[..., Any], consts: Any, stat
     return state, (value, entering, others)
 
 
-def after_steps(problem: Problem, end: Exact, entering: Array, others: Array) -> Array:
-    """The magnitudes of `train_step`, all of them as after each step: float32 [steps, links, leaves]."""
+def in_order(problem: Problem, start: Exact, end: Exact, entering: Array, others: Array) -> Array:
+    """The magnitudes of `train_step` as before the first and after each step: float32 [steps + 1, links, leaves]."""
     rule = problem.rule
     w = jnp.concatenate([entering[1:], rule.magnitudes(end.z, rule.chain[-1])[None]])
-    return jnp.concatenate([others, w[:, None]], axis=1)
+    return jnp.concatenate([rule.all_magnitudes(start.z)[None], jnp.concatenate([others, w[:, None]], axis=1)])

@@ -57,15 +57,16 @@ def _decays(problem: Problem, h: Hypers) -> tuple[Any, Any, Any, Any]:
 
 
 def _values(problem: Problem, magnitudes: Array, losses: Array) -> tuple[Any, Any, Any, Any]:
+    # Row 0 is the start, which is reported as step -1; row t + 1 is what step t left.
     flat = magnitudes.reshape(magnitudes.shape[0], -1)
     limits = jnp.asarray(problem.labels.limits, jnp.float32)
     bad = ~(flat < limits)
-    bad_step = bad.any(axis=1) | ~jnp.isfinite(losses)
-    step = first_true(bad_step)
-    place = jnp.where(bad[step].any(), first_true(bad[step]), -1)
-    value = flat[step, place]
+    bad_row = bad.any(axis=1) | jnp.concatenate([jnp.zeros(1, bool), ~jnp.isfinite(losses)])
+    row = first_true(bad_row)
+    place = jnp.where(bad[row].any(), first_true(bad[row]), -1)
+    value = flat[row, place]
     code = jnp.where((place < 0) | is_nan_mark(value, limits[place]), NON_FINITE, RANGE)
-    return jnp.where(bad_step.any(), code, OK), step, place, value
+    return jnp.where(bad_row.any(), code, OK), row - 1, place, value
 
 
 def _words(plan: dict[str, list[Schedule]], capacity: dict[str, int | None]) -> tuple[Any, Any, Any, Any]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.exact import InformationBuffer, Turn, add, decode, encode, largest, numerator, subtract
+from hypergrad.exact import InformationBuffer, Turn, add, decode, largest, numerator, subtract
 from hypergrad.optimizers.chain import PARAMS, Link, View
 
 
@@ -56,7 +56,11 @@ class Rule:
 
     def magnitudes(self, z: Values, link: Link) -> Array:
         """max |z| of each leaf: float32 [leaves]."""
-        return jnp.stack([largest(x) for x in settled(self.decoded(z, link))])
+        return jnp.stack([largest(x) for x in self.decoded(z, link)])
+
+    def all_magnitudes(self, z: Values) -> Array:
+        """max |z| of each leaf of every link: float32 [links, leaves]."""
+        return jnp.stack([self.magnitudes(z, link) for link in self.chain])
 
     def readable(self, z: Values, link: Link, leaf: int) -> dict[str, Array]:
         """What a link's increment may read: every other link, as floats."""
@@ -123,7 +127,7 @@ def retreat(rule: Rule, link: Link, state: Exact, h: Hypers, turns: dict[str, li
 
 def start(rule: Rule, values: Values, capacity: dict[str, int | None]) -> Exact:
     """The state that holds these floats and has lost nothing yet."""
-    z = {k.name: [encode(x, b) for x, b in zip(values[k.name], rule.bits(k), strict=True)] for k in rule.chain}
+    z = {link.name: _on_grid(rule, link, values) for link in rule.chain}
     buffers = {k.name: [rule.buffer.empty(x.shape, capacity[k.name]) for x in z[k.name]] for k in rule.chain if k.decay}
     return Exact(z, buffers)
 
@@ -132,12 +136,16 @@ def returned(rule: Rule, values: Values, end: Exact) -> Array:
     """Per link and leaf, whether `end` is exactly the state that `start` makes: bool [links, leaves]. The certificate."""
     rows = []
     for link in rule.chain:
-        first = [encode(x, b) for x, b in zip(values[link.name], rule.bits(link), strict=True)]
-        same = [jnp.all(x == y) for x, y in zip(first, end.z[link.name], strict=True)]
+        same = [jnp.all(x == y) for x, y in zip(_on_grid(rule, link, values), end.z[link.name], strict=True)]
         if link.decay:
             same = [s & rule.buffer.is_empty(b) for s, b in zip(same, end.buffers[link.name], strict=True)]
         rows.append(jnp.stack(same))
     return jnp.stack(rows)
+
+
+def _on_grid(rule: Rule, link: Link, values: Values) -> list[Array]:
+    # `add` to zero, not `encode`: it marks what no grid value can represent.
+    return [add(jnp.zeros(x.shape, jnp.int64), x, b) for x, b in zip(values[link.name], rule.bits(link), strict=True)]
 
 
 def _numerator(link: Link, h: dict[str, Array], turn: Turn) -> Array:
