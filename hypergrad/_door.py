@@ -135,9 +135,15 @@ def _state_leaves(name: str, given: Any, tree: Any, expected: list[Array]) -> li
 
 def reject_traced_closure(role: str, function: Any) -> None:
     """A traced value inside a closure would get no derivative, or leak: name the variable instead."""
+    if role == "batches" and isinstance(function, jax.tree_util.Partial):
+        function = function.func  # a callable pytree: its arguments are leaves, and flow
     for name, value in _captured(function, set()):
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
-            through = "through `theta` or the batch" if role == "loss" else "in hg.stacked, hg.full_batch or hg.minibatches"
+            through = (
+                "through `theta` or the batch"
+                if role == "loss"
+                else "as a leaf: jax.tree_util.Partial(function, value), or hg.minibatches"
+            )
             raise ValueError(
                 f"`{role}` ({_name(function)}) closes over the traced value `{name}`, whose derivative would be lost. "
                 f"Pass it {through}."

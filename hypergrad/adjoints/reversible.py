@@ -14,8 +14,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from hypergrad._report import current_ledger, mask, surface
 from hypergrad.adjoints.backward import Cotangents, reverse
-from hypergrad.errors import REVERSAL, Status
+from hypergrad.errors import OK, REVERSAL, Status
 from hypergrad.exact import WORD_BITS, words_needed
+from hypergrad.hypers import describe
 from hypergrad.loop.forward import forward
 from hypergrad.loop.problem import Inputs, Problem, schedules, turns_of
 from hypergrad.loop.status import Outcome, assess
@@ -73,6 +74,7 @@ def _run(problem: Problem, capacity: int | None, values: Any, h: Any, theta: Any
 class Residuals(NamedTuple):
     inputs: Inputs
     end: Exact
+    status: Status
     with_theta: "_Flag"
 
 
@@ -83,16 +85,16 @@ class _Flag(eqx.Module):
 def _run_fwd(problem: Problem, capacity: int | None, *inputs: Any) -> tuple[Outcome, Residuals]:
     perturbed = Inputs(*jax.tree.map(lambda x: x.perturbed, inputs))
     arrays = Inputs(*jax.tree.map(lambda x: x.value, inputs))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(perturbed.frozen):
-        if leaf:
+    for differentiated, leaf in zip(perturbed.frozen, arrays.frozen, strict=True):
+        if differentiated:
             raise ValueError(
-                f"`batches` is differentiated (its array leaf {path[-1].idx}), and its gradient would be lost. "
+                f"`batches` is differentiated (in its array {describe(leaf)}), and that derivative would be lost. "
                 "Pass learned data through `theta`."
             )
     with jax.enable_x64(True):
         words = _capacities(problem, arrays.h, capacity)
     outcome, end = _forward(problem, words, arrays)
-    return outcome, Residuals(arrays, end, _Flag(any(jax.tree.leaves(perturbed.theta))))
+    return outcome, Residuals(arrays, end, outcome.status, _Flag(any(jax.tree.leaves(perturbed.theta))))
 
 
 def _run_bwd(problem: Problem, capacity: int | None, residuals: Residuals, ct: Outcome) -> tuple[Any, ...]:
@@ -100,7 +102,7 @@ def _run_bwd(problem: Problem, capacity: int | None, residuals: Residuals, ct: O
     dvalues = jax.tree.map(_dense, ct.values, is_leaf=_is_zero)
     dlosses = None if _is_zero(ct.losses) else ct.losses
     gradients, intact = _backward(problem, inputs, residuals.end, dvalues, dlosses, residuals.with_theta.value)
-    ok = surface(_certificate(problem, intact), problem.throw)
+    ok = surface(_certificate(residuals.status, intact), problem.throw)
     dvalues, dh, dtheta = mask(ok, gradients)
     return dvalues, dh, dtheta, None
 
@@ -175,11 +177,11 @@ def _backward_pass(
 _jitted_backward = jax.jit(_backward_pass, static_argnums=(0, 1))
 
 
-def _certificate(problem: Problem, intact: Array) -> Status:
-    place = first_true(~intact.reshape(-1))
-    code = jnp.where(intact.all(), 0, REVERSAL).astype(jnp.int32)
-    none = jnp.zeros((), jnp.float32)
-    return Status(code, -jnp.ones_like(place), place, none, jnp.zeros_like(place), none, none, *problem.labels)
+def _certificate(forward: Status, intact: Array) -> Status:
+    """The forward pass's status, or else whether the way back was exact: what failed on the way out cannot return."""
+    reversal = jnp.where(intact.all(), OK, REVERSAL).astype(jnp.int32)
+    place = jnp.where(forward.ok, first_true(~intact.reshape(-1)), forward.place)
+    return dataclasses.replace(forward, code=jnp.where(forward.ok, reversal, forward.code), place=place)
 
 
 def _capacities(problem: Problem, h: Any, capacity: int | None) -> dict[str, int]:
