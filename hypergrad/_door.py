@@ -139,14 +139,13 @@ def reject_traced_closure(role: str, function: Any) -> None:
         function = function.func  # a callable pytree: its arguments are leaves, and flow
     for name, value in _captured(function, set()):
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
-            through = (
-                "through `theta` or the batch"
-                if role == "loss"
-                else "as a leaf: jax.tree_util.Partial(function, value), or hg.minibatches"
-            )
+            cures = {
+                "loss": "through `theta` or the batch",
+                "batches": "as a leaf of jax.tree_util.Partial(function, value)",
+            }
             raise ValueError(
                 f"`{role}` ({_name(function)}) closes over the traced value `{name}`, whose derivative would be lost. "
-                f"Pass it {through}."
+                f"Pass it {cures[role]}."
             )
 
 
