@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad.batches import Stacked
-from hypergrad.hypers import describe
+from hypergrad.hypers import describe, is_domain
 from hypergrad.optimizers.chain import PARAMS, Link, Optimizer
 from hypergrad.optimizers.expand import compute_dtype
 
@@ -41,6 +41,16 @@ def check_kinds(loss: Any, optimizer: Any, batches: Any, adjoint: Any) -> None:
         reject_traced_closure(role, function)
 
 
+def reject_domains(name: str, tree: Any) -> None:
+    """`hg.train` computes in natural units; a domain's stored leaves would silently be taken for them."""
+    if any(is_domain(x) for x in jax.tree.leaves(tree, is_leaf=is_domain)):
+        raise TypeError(
+            f"`{name}` holds a domain (hg.positive, ...), which stores an unconstrained value. hg.optimize and "
+            "hg.hypergradient hand natural values to `train_fn`; where you call it yourself, write train_fn(hg.natural(hypers), "
+            "key)."
+        )
+
+
 def check_params(params: Any) -> Any:
     """The parameters with every leaf a real float array."""
     if not jax.tree.leaves(params):
@@ -62,7 +72,8 @@ def check_params(params: Any) -> Any:
                 "equinox.partition(model, equinox.is_inexact_array), flax's nnx.split, or pass them through the batch; "
                 "split a complex leaf into real and imaginary parts."
             )
-        return jnp.asarray(leaf).astype(leaf.dtype)  # a weak type would change dtype inside the loop
+        leaf = jnp.asarray(leaf)
+        return leaf.astype(leaf.dtype)  # a weak type would change dtype inside the loop
 
     return jax.tree_util.tree_map_with_path(check, params)
 
@@ -141,7 +152,7 @@ def reject_traced_closure(role: str, function: Any) -> None:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
             cures = {
                 "loss": "through `theta` or the batch",
-                "batches": "as a leaf of jax.tree_util.Partial(function, value)",
+                "batches": "as a leaf: jax.tree_util.Partial(function, value)",
             }
             raise ValueError(
                 f"`{role}` ({_name(function)}) closes over the traced value `{name}`, whose derivative would be lost. "

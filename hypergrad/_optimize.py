@@ -1,5 +1,6 @@
 """`hypergradient` and `optimize`: one evaluation, and a meta-loop over it."""
 
+import functools
 import math
 import time
 import warnings
@@ -14,7 +15,7 @@ from jax import Array
 
 from hypergrad._report import Ledger, listen
 from hypergrad.errors import BUFFER_FULL, HypergradError, NonFiniteError, Status
-from hypergrad.hypers import check_hypers, natural, split_fixed
+from hypergrad.hypers import check_hypers, hyper_path, natural, split_fixed
 
 
 class MetaStep(NamedTuple):
@@ -50,7 +51,9 @@ def hypergradient(
     """
     hypers = check_hypers(hypers)
     learned, fixed = split_fixed(hypers)
-    value, grads = jax.value_and_grad(_objective(train_fn, val_fn))(learned, fixed, _key(key))
+    value, grads, failure = _Evaluation(train_fn, val_fn, fixed, jit=False)(learned, _key(key))
+    if failure is not None:
+        raise failure
     _check_finite(value, grads)
     _warn_unused(grads)
     return value, eqx.combine(grads, _zeros_like(fixed))
@@ -81,6 +84,7 @@ def optimize(
     learned, fixed = split_fixed(hypers)
     evaluate = _Evaluation(train_fn, val_fn, fixed, jit)
     state, key, history = meta_optimizer.init(learned), _key(key), []
+    update = jax.jit(functools.partial(_updated, meta_optimizer))
     for step in range(meta_steps):
         begin = time.perf_counter()
         value, grads, failure = evaluate(learned, jax.random.fold_in(key, step))
@@ -96,12 +100,16 @@ def optimize(
         )  # fmt: skip
         history.append(done)
         if failure is None:
-            updates, state = meta_optimizer.update(grads, state, learned)
-            learned = optax.apply_updates(learned, updates)
+            learned, state = update(grads, state, learned)
         if any([callback(done) for callback in callbacks]):
             break
     best = min(history, key=lambda s: s.value if math.isfinite(s.value) else math.inf)
     return Result(eqx.combine(learned, fixed), best, history)
+
+
+def _updated(meta_optimizer: optax.GradientTransformation, grads: Any, state: Any, learned: Any) -> tuple[Any, Any]:
+    updates, state = meta_optimizer.update(grads, state, learned)
+    return optax.apply_updates(learned, updates), state
 
 
 class _Evaluation:
@@ -188,7 +196,7 @@ def _check_finite(value: Any, grads: Any, where: str = "") -> None:
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
         if not jnp.all(jnp.isfinite(g)):
             raise NonFiniteError(
-                f"the hypergradient of hypers{jax.tree_util.keystr(path)} is not finite{where}. Long or unstable training "
+                f"the hypergradient of hypers{hyper_path(path)} is not finite{where}. Long or unstable training "
                 "makes derivatives explode: lower the learning rates or the steps, clip with optax.clip_by_global_norm, or "
                 "pass skip_nonfinite=True to hg.optimize."
             )
@@ -198,7 +206,7 @@ def _warn_unused(grads: Any) -> None:
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
         if g.size and not jnp.any(g != 0):
             warnings.warn(
-                f"the hypergradient of hypers{jax.tree_util.keystr(path)} is exactly zero everywhere: is it used? "
+                f"the hypergradient of hypers{hyper_path(path)} is exactly zero everywhere: is it used? "
                 "If it is not to be learned, wrap it in hg.fixed.",
                 stacklevel=3,
             )

@@ -52,6 +52,7 @@ def train(
     derivative is computed; the forward numbers are the same bit for bit. throw: raise a `HypergradError` when the run goes
     wrong (under jit and vmap: from the compiled code); otherwise look at `Trained.status`.
 
+    Called outside of jax.jit, it compiles once per loss function: define that outside of loops, a new lambda is a new one.
     Composes with jax.grad (params, optimizer, theta, state in; params, losses, state out), jax.jit and jax.vmap.
     """
     problem, inputs, trees = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, throw)
@@ -67,6 +68,8 @@ def set_up(
 ) -> tuple[Problem, Inputs, Any]:
     """Check every argument and take the run apart into what is fixed and what flows; also the parameters' tree."""
     door.check_kinds(loss, optimizer, batches, adjoint)
+    for name, tree in (("params", params), ("theta", theta), ("state", state), ("optimizer", optimizer)):
+        door.reject_domains(name, tree)
     params = door.check_params(params)
     steps = door.check_steps(steps, batches)
     theta = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (float, np.ndarray)) else x, theta)
@@ -138,7 +141,7 @@ def _labels(rule: Rule, params: Any) -> Labels:
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     places = [f"{link.name}{path}" for link in rule.chain for path in paths]
     limits = [grid_range(bits) for row in rule.fraction_bits for bits in row]
-    decays = [f"{link.decay}, used for params{path}," for link in rule.chain for path in paths]
+    decays = [f"optimizer.{link.decay} for params{path}" if link.decay else "" for link in rule.chain for path in paths]
     return Labels((*places, *decays), tuple(limits))
 
 

@@ -114,7 +114,7 @@ def _shuffled(key: Array, epoch: Array, x: Array, size: int) -> Array:
         swap = _hash(words[1] ^ _hash(words[0], epoch), jnp.maximum(x, partner).astype(jnp.uint32)) >> 31
         return jnp.where(swap == 1, partner, x), None
 
-    return jax.lax.scan(one_round, x, words, unroll=True)[0]
+    return jax.lax.scan(one_round, x, words, unroll=4)[0]
 
 
 def _hash(seed: Array, x: Array) -> Array:

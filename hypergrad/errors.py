@@ -76,7 +76,9 @@ class Status(eqx.Module):
             case 0:
                 return ""
             case 1:
-                return decay_sentence(where, value, step)
+                return decay_sentence(where, value, step, rounded=True)
+            case 2 if step < 0:
+                return f"{where} is NaN or infinite before the first step. Look at how it is initialized."
             case 2:
                 return (
                     f"{where} became NaN or infinite{at}. Training diverged or the loss is not finite there: lower the "
@@ -84,9 +86,10 @@ class Status(eqx.Module):
                 )
             case 3:
                 limit = self.limits[place]
-                size = f"magnitude {value:.4g}" if value < 1.5 * limit else f"an update of magnitude {limit:.4g} or more"
+                found = f"magnitude {value:.4g}" if value < 1.5 * limit else f"an update of magnitude {limit:.4g} or more"
+                found = f"magnitude {limit:.4g} or more" if step < 0 else found
                 return (
-                    f"{where} left the range of its fixed-point grid{at}: {size}, range +-{limit:.4g}. "
+                    f"{where} left the range of its fixed-point grid{at}: {found}, range +-{limit:.4g}. "
                     "Lower the learning rate or the init scale, or take fewer fraction bits: "
                     "hg.Reversible(fraction_bits=...) doubles the range with each bit less."
                 )
@@ -110,31 +113,31 @@ class Status(eqx.Module):
 
     def worst(self) -> "Status":
         """One element of a batched status: the first that failed, or else the one that needs most words."""
-        flat = jax.tree.map(lambda x: np.asarray(x).reshape(-1), self)
+        leaves = np.broadcast_arrays(*(np.asarray(x) for x in jax.tree.leaves(self)))
+        flat = jax.tree.unflatten(jax.tree.structure(self), [x.reshape(-1) for x in leaves])
         failed = np.flatnonzero(flat.code)
         index = failed[0] if failed.size else np.argmax(flat.words)
         return jax.tree.map(lambda x: x[index], flat)
 
+    def __repr__(self) -> str:
+        if any(isinstance(x, jax.core.Tracer) or np.ndim(x) for x in jax.tree.leaves(self)):
+            return f"Status(code={self.code}, step={self.step})"
+        return f"Status({self.sentence() or 'ok'!r}, words={int(self.words)}, bits={float(self.bits):.4g})"
 
-def decay_sentence(name: str, value: float, step: int = -1, denominator: int = 2**16) -> str:
-    """The sentence for a decay outside (0, 1), or inside but rounding to 0 or 1."""
+
+def decay_sentence(name: str, value: float, step: int = -1, denominator: int = 2**16, rounded: bool = False) -> str:
+    """The sentence for a decay outside (0, 1), or inside but rounding to 0 or 1; `rounded`: only n/d is known of it."""
     at = f" at step {step}" if step >= 0 else ""
-    if value <= 0:
-        why = "With 0 the step forgets its past and has no inverse, and a negative decay is not a decay."
-        nearest = 1 / denominator
-    elif value > 0 and value < 1 and round(value * denominator) == 0:
-        why, nearest = (
-            f"It rounds to 0 on the grid of 1/{denominator}, and a step that forgets has no inverse.",
-            1 / denominator,
-        )
-    elif value < 1:
-        why = f"It rounds to 1 on the grid of 1/{denominator}, so nothing would decay and nothing would move."
-        nearest = 1 - 1 / denominator
-    else:
-        why, nearest = (
-            "With 1 nothing decays and the update vanishes; above 1 it grows without bound.",
-            1 - 1 / denominator,
-        )
+    lowest, highest = 1 / denominator, 1 - 1 / denominator
     if np.isnan(value):
-        why, nearest = "It is NaN.", 1 - 1 / denominator
-    return f"`{name}` must be in (0, 1); got {value!r}{at}. {why} The nearest representable value is {nearest!r}."
+        why, nearest = "It is NaN.", highest
+    elif 0 < value < 1 or (rounded and value in (0, 1)):
+        lost = "decay" if value > 0.5 else "be kept"
+        why = f"It rounds to {round(value)} on the grid of 1/{denominator}: nothing would {lost}."
+        nearest = highest if value > 0.5 else lowest
+    elif value <= 0:
+        why, nearest = "With 0 a step forgets its past and has no inverse, and a negative decay is not a decay.", lowest
+    else:
+        why, nearest = "With 1 nothing decays and the update vanishes; above 1 it grows without bound.", highest
+    got = f"got a value that rounds to {value!r}" if rounded else f"got {value!r}"
+    return f"`{name}` must be in (0, 1); {got}{at}. {why} The nearest representable value is {nearest!r}."

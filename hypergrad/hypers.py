@@ -99,12 +99,18 @@ def check_hypers(hypers: Any) -> Any:
     def convert(path: Any, leaf: Any) -> Array:
         if not _is_real(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(
-                f"hypers{jax.tree_util.keystr(path)} is {describe(leaf)}; a hyperparameter is a float. "
+                f"hypers{hyper_path(path)} is {describe(leaf)}; a hyperparameter is a float. "
                 "Write 1.0 for 1, or wrap what is not learned in hg.fixed(...)."
             )
         return _as_float(leaf)
 
     return eqx.combine(jax.tree_util.tree_map_with_path(convert, learned), fixed_)
+
+
+def hyper_path(path: Any) -> str:
+    """The path of a leaf as the user wrote it: without the fields of domains and `PerStep`."""
+    ours = ("unconstrained", "values")
+    return jax.tree_util.keystr(tuple(k for k in path if getattr(k, "name", None) not in ours))
 
 
 def describe(leaf: Any) -> str:

@@ -5,6 +5,7 @@ values of links before k, the OLD values of links after k, the hyperparameters o
 parameters; the last link may not read the gradient (it is recomputed only once the parameters are back).
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -85,6 +86,13 @@ def _check_chain(name: str, chain: tuple[Link, ...]) -> None:
             f"{name}.chain has only the link `params`. Its increment may not read the gradient at the parameters that it "
             "leaves, as plain SGD would: that step has no explicit inverse. Use momentum (hg.SGD)."
         )
+    try:
+        inspect.signature(chain[-1].increment).bind(None, None)
+    except TypeError as e:
+        raise TypeError(
+            f"{name}: the increment of the link `params` must take (h, z), not the gradient. The gradient at the "
+            "parameters that a step leaves (plain SGD, Nesterov, Lion, ...) is unknown when undoing it: no explicit inverse."
+        ) from e
     for link in chain:
         d = link.denominator
         if d < 2 or d > 2**24 or d & (d - 1):
