@@ -46,7 +46,7 @@ def reject_domains(name: str, tree: Any) -> None:
     if any(is_domain(x) for x in jax.tree.leaves(tree, is_leaf=is_domain)):
         raise TypeError(
             f"`{name}` holds a domain (hg.positive, ...), which stores an unconstrained value. hg.optimize and "
-            "hg.hypergradient hand natural values to `train_fn`; where you call it yourself, write train_fn(hg.natural(hypers), "
+            "hg.hypergradient hand natural values to `train_fn`; if you call it, write train_fn(hg.natural(hypers), "
             "key)."
         )
 
