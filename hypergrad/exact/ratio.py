@@ -23,7 +23,7 @@ def substitute(x: Array, value: Array) -> Array:
 
 @substitute.defjvp
 def _substitute_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return primals[1], tangents[0]
+    return substitute(*primals), tangents[0]  # not primals[1]: its own derivative would be lost the second time
 
 
 def to_ratio(rho: Array, denominator: int) -> Array:

@@ -1,0 +1,12 @@
+"""One setting for all tests: default 32-bit JAX, pictures without a screen, examples that are the same in every run."""
+
+import os
+
+import hypothesis
+
+
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+# No deadline: the first example of a test compiles. Derandomized, so that a failure is found again by running again.
+hypothesis.settings.register_profile("hypergrad", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("hypergrad")

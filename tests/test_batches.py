@@ -1,0 +1,150 @@
+"""Sources of batches: pure in t, every pass sees every example once, and what cannot be a source is refused."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hypergrad as hg
+
+
+@jax.jit
+def drawn(source, steps):
+    # The source is an argument: its key is data, and another key compiles nothing.
+    return jax.vmap(source)(steps)
+
+
+def rows(source, steps: range) -> np.ndarray:
+    """The rows of these steps, [steps, batch]; the data are their own indices."""
+    return np.asarray(drawn(source, jnp.arange(steps.start, steps.stop, dtype=jnp.int32)))
+
+
+def passes(size: int, batch_size: int, count: int, key=None) -> np.ndarray:
+    """The first `count` passes over `size` examples, [count, size]."""
+    source = hg.minibatches(jnp.arange(size), batch_size, jax.random.key(0) if key is None else key)
+    steps = -(-count * size // batch_size)
+    return rows(source, range(steps)).reshape(-1)[: count * size].reshape(count, size)
+
+
+# Divisible or not, one batch a pass, one example, primes, powers of two, and batches that straddle two passes.
+@pytest.mark.parametrize(("size", "batch_size"), [(1, 1), (2, 1), (7, 3), (12, 4), (13, 13), (64, 10), (97, 96), (1000, 37)])
+def test_every_pass_sees_every_example_once(size, batch_size):
+    for order in passes(size, batch_size, 5):
+        assert sorted(order) == list(range(size))
+
+
+@pytest.mark.parametrize("t", [6, 7, 8, 7 * 10**6, 2**31 - 1 - 6])
+def test_late_steps_are_whole_passes_too(t):
+    # 7 steps of 3 are 3 passes of 7 examples, and begin one at any multiple of 7 steps.
+    source, first = hg.minibatches(jnp.arange(7), 3, jax.random.key(0)), t // 7 * 7
+    for order in rows(source, range(first, first + 7)).reshape(3, 7):
+        assert sorted(order) == list(range(7))
+
+
+def test_passes_have_orders_of_their_own():
+    orders = {tuple(order) for order in passes(20, 5, 30)}
+    assert len(orders) == 30  # of 20! = 2e18 orders, two of thirty agree with probability 2e-16
+
+
+def test_keys_give_different_orders():
+    orders = {tuple(passes(20, 20, 1, jax.random.key(seed))[0]) for seed in range(30)}
+    assert len(orders) == 30
+
+
+def test_old_style_keys_are_accepted_and_mean_the_same():
+    old, new = jax.random.PRNGKey(3), jax.random.key(3)
+    assert old.dtype == jnp.uint32
+    sources = [hg.minibatches(jnp.arange(7), 3, key) for key in (old, new)]
+    np.testing.assert_array_equal(*(rows(source, range(7)) for source in sources))
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_batches_depend_on_t_alone(replacement):
+    source = hg.minibatches((jnp.arange(30), jnp.arange(30) * 10), 4, jax.random.key(1), replacement=replacement)
+    one, steps = jax.jit(lambda source, t: source(t)), jnp.arange(12, dtype=jnp.int32)
+    forward = [one(source, t) for t in steps]
+    backward = [one(source, t) for t in steps[::-1]][::-1]
+    scanned = jax.lax.scan(lambda _, t: (None, source(t)), None, steps, reverse=True)[1]
+    for t in range(12):
+        for x, y, z in zip(forward[t], backward[t], scanned, strict=True):
+            np.testing.assert_array_equal(x, y)
+            np.testing.assert_array_equal(x, z[t])
+        np.testing.assert_array_equal(forward[t][0] * 10, forward[t][1])  # all leaves take the same rows
+
+
+def test_draws_with_replacement_are_in_range_and_repeat():
+    batches = rows(hg.minibatches(jnp.arange(10), 10, jax.random.key(2), replacement=True), range(200))
+    assert batches.min() == 0 and batches.max() == 9
+    assert any(len(set(batch)) < 10 for batch in batches)
+    counts = np.bincount(batches.reshape(-1), minlength=10)
+    assert chi_squared(counts) < 40  # 9 degrees of freedom: above 40 with probability 1e-5
+
+
+def chi_squared(counts: np.ndarray) -> float:
+    return float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
+
+
+def test_every_example_is_as_likely_at_every_position():
+    # 4000 passes of 8 examples: the count of (position, example) is binomial with mean 500. Rows and columns sum to 4000,
+    # so 7 x 7 degrees of freedom; chi squared exceeds 100 with probability 2e-5.
+    orders = passes(8, 8, 4000)
+    counts = np.array([np.bincount(orders[:, position], minlength=8) for position in range(8)])
+    assert chi_squared(counts) < 100
+
+
+def test_every_order_is_as_likely():
+    # 3 examples have 6 orders, 1000 times each on average; 5 degrees of freedom, above 31 with probability 1e-5.
+    codes = passes(3, 3, 6000) @ np.array([9, 3, 1])
+    counts = [int((codes == np.dot(order, [9, 3, 1])).sum()) for order in itertools.permutations(range(3))]
+    assert sum(counts) == 6000 and chi_squared(np.array(counts)) < 31
+
+
+def test_neighbours_are_separated():
+    # Two examples next to each other in the data are as often neighbours as any two: 2/size of the passes.
+    orders = passes(16, 16, 2000)
+    where = np.argsort(orders, axis=1)
+    together = np.mean(np.abs(where[:, 0] - where[:, 1]) == 1)
+    assert abs(together - 2 / 16) < 0.04  # five standard deviations of 0.0074
+
+
+def test_stacked_gives_row_t_and_the_number_of_steps():
+    source = hg.stacked({"x": np.arange(12.0).reshape(4, 3), "y": np.arange(4)})
+    assert source.steps == 4
+    for t in range(4):
+        batch = source(jnp.int32(t))
+        np.testing.assert_array_equal(batch["x"], np.arange(12.0).reshape(4, 3)[t])
+        assert int(batch["y"]) == t
+
+
+def test_full_batch_gives_everything():
+    data = {"x": np.ones((4, 3)), "y": np.arange(5)}  # lengths may differ: nothing is indexed
+    for t in (0, 7):
+        np.testing.assert_array_equal(hg.full_batch(data)(jnp.int32(t))["x"], data["x"])
+        np.testing.assert_array_equal(hg.full_batch(data)(jnp.int32(t))["y"], data["y"])
+
+
+@pytest.mark.parametrize(
+    "make", [hg.stacked, lambda data: hg.minibatches(data, 1, jax.random.key(0))], ids=["stacked", "minibatches"]
+)
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ((jnp.ones(2), jnp.ones((3, 2))), r"one equal.* leading axis; got lengths \[0\]: 2, \[1\]: 3"),
+        ({"x": jnp.ones(2), "y": jnp.ones(5)}, r"one equal.* leading axis; got lengths \['x'\]: 2, \['y'\]: 5"),
+        (jnp.zeros((0, 3)), r"non-empty leading axis; got lengths data: 0"),
+        (jnp.float32(1.0), r"leading axis"),
+        ((), r"got no arrays"),
+        ({}, r"got no arrays"),
+    ],
+)
+def test_data_without_one_leading_axis_are_refused(make, data, text):
+    with pytest.raises(ValueError, match=rf"hg\.(stacked|minibatches).*{text}"):
+        make(data)
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 8, 2.0, True, None])
+def test_batch_sizes_outside_the_data_are_refused(batch_size):
+    with pytest.raises(ValueError, match=rf"`batch_size` must be an integer from 1 to the 7 examples.*got {batch_size}"):
+        hg.minibatches(jnp.arange(7), batch_size, jax.random.key(0))

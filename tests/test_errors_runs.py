@@ -1,0 +1,254 @@
+"""Runs that go wrong: the same sentence eagerly (our class) and out of compiled code, and NaN in every number."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import BATCHES, PARAMS, fails, fails_compiled, final, loss, sentence, train
+
+import hypergrad as hg
+from hypergrad.exact import words_needed
+
+
+def trained_with(momentum):
+    return train(optimizer=hg.SGD(0.1, momentum)).params
+
+
+MOMENTA = [0.0, 1.0, -0.5, float("nan"), 1 - 2.0**-20]
+jitted_trained_with = jax.jit(trained_with)
+
+
+@pytest.mark.parametrize("momentum", MOMENTA)
+def test_momentum_under_jit(momentum):
+    with fails_compiled(hg.RangeError, "momentum", "params['w']", "must be in (0, 1)", "nearest representable value"):
+        jitted_trained_with(momentum)
+
+
+@pytest.mark.parametrize("momentum", MOMENTA)
+def test_momentum_under_jit_gets_the_same_sentence(momentum):
+    with fails(hg.RangeError) as eager:
+        trained_with(momentum)
+    with fails(jax.errors.JaxRuntimeError) as compiled:
+        jitted_trained_with(momentum)
+    assert sentence(compiled.value) == str(eager.value)
+
+
+@pytest.mark.parametrize("momentum", [0.0, float("nan")])
+def test_momentum_under_an_eager_gradient(momentum):
+    with fails(hg.RangeError, "momentum", "must be in (0, 1); got", repr(momentum)):
+        jax.grad(lambda m: final(optimizer=hg.SGD(0.1, m)))(momentum)
+
+
+def test_per_step_momentum_under_jit_names_the_step():
+    with fails_compiled(hg.RangeError, "momentum", "params['w']", "must be in (0, 1); got", "0.0 at step 1"):
+        jax.jit(lambda m: trained_with(hg.PerStep(m)))(jnp.array([0.5, 0.0, 0.5]))
+
+
+# w_b gains 10 v a step, and v = 500, 750, 875 at momentum 0.5 and slope -1000: w_b = 5000, 12500, 21250 leaves +-2^14.
+def downhill(params, theta, batch):
+    return jnp.sum(params["a"] ** 2) - 1000 * jnp.sum(params["b"])
+
+
+LEAVING = {
+    "loss": downhill,
+    "params": {"a": jnp.ones(2), "b": jnp.zeros(3)},
+    "optimizer": hg.SGD({"a": 0.1, "b": 10.0}, 0.5),
+    "steps": 4,
+}
+LEFT = ("params['b'] left the range", "at step 2", "magnitude 2.125e+04", "range +-1.638e+04", "Lower the learning rate")
+
+
+def test_weights_that_leave_the_range():
+    with fails(hg.RangeError, *LEFT) as caught:
+        train(**LEAVING)
+    assert (int(caught.value.status.step), float(caught.value.status.magnitude)) == (2, 21250.0)
+    with fails(hg.RangeError, *LEFT):
+        hg.check_reversal(downhill, LEAVING["params"], LEAVING["optimizer"], BATCHES, steps=4)
+
+
+@pytest.mark.parametrize("adjoint", [hg.Unrolled(), hg.Checkpointed(), hg.Reversible(driver="host")])
+def test_weights_that_leave_the_range_on_every_road(adjoint):
+    with fails(hg.RangeError, *LEFT):
+        train(**LEAVING, adjoint=adjoint)
+
+
+def test_weights_that_leave_the_range_under_jit():
+    with fails_compiled(hg.RangeError, *LEFT):
+        jax.jit(lambda params: train(**{**LEAVING, "params": params}).params)(LEAVING["params"])
+
+
+def test_fewer_fraction_bits_is_a_cure():
+    trained = train(**LEAVING, adjoint=hg.Reversible(fraction_bits=44))
+    np.testing.assert_allclose(trained.params["b"], 5000 + 7500 + 8750 + 9375, rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e9])
+def test_params_that_start_outside_the_range(value):
+    # Whatever converting them to integers makes of them: NaN would become 0, and training go on from there.
+    params = {"w": jnp.array([1.0, value])}
+    with fails((hg.NonFiniteError, hg.RangeError), "params['w']", "before the first step"):
+        train(params=params)
+    with fails(jax.errors.JaxRuntimeError, "params['w']", "before the first step"):
+        jax.jit(lambda params: train(params=params).params)(params)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e9])
+def test_state_that_starts_outside_the_range(value):
+    with fails((hg.NonFiniteError, hg.RangeError), "velocity['w']", "before the first step"):
+        train(state={"velocity": {"w": jnp.array([0.0, value])}})
+
+
+def test_nan_loss_names_the_step():
+    nan_at_1 = hg.stacked(jnp.array([1.0, jnp.nan, 1.0]))
+    with fails(hg.NonFiniteError, "NaN or infinite at step 1", "learning rate") as caught:
+        train(loss=lambda params, theta, batch: batch * jnp.sum(params["w"]), batches=nan_at_1)
+    assert isinstance(caught.value, FloatingPointError) and int(caught.value.status.step) == 1
+    with fails(hg.NonFiniteError, "the loss became NaN or infinite at step 1"):  # its gradient is fine
+        train(loss=lambda params, theta, batch: batch + jnp.sum(params["w"]), batches=nan_at_1)
+
+
+def test_nan_loss_under_jit_names_the_step():
+    nan_loss = lambda params, theta, batch: jnp.sum(params["w"]) + jnp.log(theta)  # noqa: E731
+    with fails_compiled(hg.NonFiniteError, "the loss became NaN or infinite at step 0"):
+        jax.jit(lambda theta: train(loss=nan_loss, theta=theta).losses)(-1.0)
+
+
+# momentum 0.01 is 655/2^16: 40 steps lose 40 log2(2^16/655) = 266 bits, a head holds at least 46 and words hold the rest.
+MANY, WORDS = 40, 7
+FULL = (f"needs {WORDS} 32-bit words per parameter", f"hg.Reversible(capacity={WORDS})")
+
+
+def forgetful(momentum, capacity=None):
+    return final(optimizer=hg.SGD(0.1, momentum), steps=MANY, adjoint=hg.Reversible(capacity=capacity))
+
+
+def test_words_of_the_forgetful_run():
+    assert words_needed(np.full(MANY, round(0.01 * 2**16)), 2**16) == WORDS
+
+
+@pytest.mark.parametrize("capacity", [None, WORDS - 1], ids=["one bit a step", "one word short"])
+def test_too_little_capacity_under_jit(capacity):
+    with fails_compiled(hg.BufferFullError, *FULL):
+        jax.jit(jax.grad(lambda m: forgetful(m, capacity)))(0.01)
+
+
+def test_too_little_capacity_eagerly():
+    with fails(hg.BufferFullError, *FULL) as caught:
+        jax.grad(lambda m: forgetful(m, WORDS - 1))(0.01)
+    assert int(caught.value.status.words) == WORDS
+
+
+def test_the_capacity_asked_for_is_enough():
+    exact, enough = jax.grad(forgetful)(0.01), jax.jit(jax.grad(lambda m: forgetful(m, WORDS)))(0.01)
+    np.testing.assert_allclose(enough, exact, rtol=1e-6)
+
+
+def impure():
+    """Another batch whenever it is traced: the forward and the reverse pass are traced separately."""
+    calls = []
+
+    def batches(t):
+        calls.append(t)
+        return jnp.array([0.5, 0.25]) * len(calls)
+
+    return batches
+
+
+def impure_final(params, **options):
+    return final(params=params, batches=impure(), **options)
+
+
+REVERSAL = ("velocity['w']", "`batches` gives another batch the second time", "hg.check_reversal(...)")
+
+
+@pytest.mark.parametrize("driver", ["scan", "host"])
+def test_a_batch_function_that_changes(driver):
+    with fails(hg.ReversalError, *REVERSAL):
+        jax.grad(lambda params: impure_final(params, adjoint=hg.Reversible(driver=driver)))(PARAMS)
+
+
+def test_a_batch_function_that_changes_under_jit():
+    with fails_compiled(hg.ReversalError, *REVERSAL):
+        jax.jit(jax.grad(impure_final))(PARAMS)
+
+
+def test_a_batch_function_that_changes_without_raising():
+    grads = jax.grad(lambda params: impure_final(params, throw=False))(PARAMS)
+    assert jnp.isnan(grads["w"]).all()
+
+
+def test_a_batch_function_that_changes_is_found_by_check_reversal():
+    honest = hg.check_reversal(loss, PARAMS, hg.SGD(0.1, 0.9), BATCHES, steps=3)
+    assert honest.exact and honest.first_mismatch is None
+    lying = hg.check_reversal(loss, PARAMS, hg.SGD(0.1, 0.9), impure(), steps=3)
+    assert not lying.exact
+    # Step 2 is the first that the reverse pass undoes; w needs no gradient to come back, the velocity does.
+    assert lying.first_mismatch == (2, "velocity['w']", "batch")
+
+
+def diverging(rate):
+    return train(loss=lambda params, theta, batch: jnp.sum(params["w"] ** 4), optimizer=hg.SGD(rate, 0.5), throw=False)
+
+
+def test_without_throw_numbers_are_nan_and_the_status_tells():
+    trained = diverging(1e4)
+    for x in jax.tree.leaves((trained.params, trained.losses, trained.state)):
+        assert jnp.isnan(x).all()
+    assert int(trained.status.code) != 0 and int(trained.status.step) == 0
+    assert "left the range" in trained.status.sentence()
+
+
+def test_without_throw_every_lane_has_its_own_status():
+    trained = jax.vmap(diverging)(jnp.array([0.1, 1e4, 0.2]))
+    assert np.asarray(trained.status.code != 0).tolist() == [False, True, False]
+    assert np.asarray(trained.status.step).tolist() == [-1, 0, -1]
+    for x in jax.tree.leaves((trained.params, trained.losses, trained.state)):
+        assert np.isfinite(x[jnp.array([0, 2])]).all() and np.isnan(x[1]).all()
+    alone = diverging(0.2)
+    np.testing.assert_allclose(trained.params["w"][2], alone.params["w"], rtol=1e-6)
+
+
+def test_without_throw_gradients_of_the_other_lanes_are_finite():
+    grads = jax.vmap(jax.grad(lambda rate: diverging(rate).params["w"].sum()))(jnp.array([0.1, 1e4]))
+    assert np.isfinite(grads).tolist() == [True, False]
+
+
+def test_one_lane_that_diverges_raises_under_vmap():
+    with fails_compiled(hg.RangeError, "params['w'] left the range", "at step 0"):
+        jax.vmap(lambda rate: final(loss=lambda p, t, b: jnp.sum(p["w"] ** 4), optimizer=hg.SGD(rate, 0.5)))(
+            jnp.array([0.1, 1e4])
+        )
+
+
+def final_at_rate(rate, adjoint):
+    return final(optimizer=hg.SGD(rate, 0.9), adjoint=adjoint)
+
+
+@pytest.mark.parametrize("second", [jax.grad, jax.jacfwd, jax.jacrev])
+def test_differentiating_reversible_twice(second):
+    with fails(TypeError, "hg.Reversible", "a second time", "hg.Unrolled()"):
+        second(jax.grad(lambda rate: final_at_rate(rate, hg.Reversible())))(0.1)
+
+
+def test_unrolled_is_the_cure_for_second_derivatives():
+    curvature = jax.grad(jax.grad(lambda rate: final_at_rate(rate, hg.Unrolled())))(0.1)
+    assert np.isfinite(curvature) and curvature != 0
+
+
+@pytest.mark.parametrize("theta", [None, {}])
+@pytest.mark.parametrize("adjoint", [hg.Reversible(), hg.Unrolled(), hg.Checkpointed()])
+def test_one_step_of_one_scalar_without_theta_simply_works(theta, adjoint):
+    def f(w, rate):
+        square = lambda params, theta, batch: params**2  # noqa: E731
+        return train(loss=square, params=w, optimizer=hg.SGD(rate, 0.5), steps=1, theta=theta, adjoint=adjoint).params
+
+    # v = -(1 - 0.5) 2 w, w' = w + rate v = w (1 - rate).
+    value, grads = jax.value_and_grad(f, argnums=(0, 1))(3.0, 0.1)
+    np.testing.assert_allclose([value, *grads], [2.7, 0.9, -3.0], rtol=1e-6)
+
+
+def test_numpy_params_simply_work():
+    # NumPy's default is float64; without x64 JAX takes it as float32, and so do we, without a warning.
+    trained = train(params={"w": np.array([1.0, -2.0])})
+    assert trained.params["w"].dtype == jnp.float32
+    np.testing.assert_array_equal(trained.params["w"], train().params["w"])

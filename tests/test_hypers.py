@@ -1,0 +1,161 @@
+"""Domains: natural units come back, every stored value lies inside, and what lies outside is refused by name."""
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import hypergrad as hg
+
+
+LOW, HIGH = -3.0, 5.0
+MARGIN = 2.0**-16
+ANY_STORED = hnp.arrays(np.float32, 8, elements=st.floats(-80, 80, width=32, allow_subnormal=False))
+
+
+def floats(low: float, high: float) -> st.SearchStrategy[np.ndarray]:
+    return hnp.arrays(np.float64, 8, elements=st.floats(low, high))
+
+
+@hypothesis.given(floats(1e-30, 1e30))
+def test_positive_comes_back(x):
+    with jax.enable_x64(True):
+        # exp(log x) doubles the rounding of log x, |log x| 2^-53 < 70 2^-53, and adds its own.
+        np.testing.assert_allclose(hg.natural(hg.positive(x)), x, rtol=1e-14)
+
+
+@hypothesis.given(floats(2 * MARGIN, 1 - 2 * MARGIN))
+def test_unit_interval_comes_back(x):
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(hg.natural(hg.unit_interval(x)), x, rtol=1e-11)
+
+
+@hypothesis.given(floats(LOW + 1e-3, HIGH - 1e-3))
+def test_bounded_comes_back(x):
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(hg.natural(hg.bounded(x, LOW, HIGH)), x, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "x"), [(hg.positive, 0.3), (hg.unit_interval, 0.9), (lambda x: hg.bounded(x, LOW, HIGH), -1.0)]
+)
+def test_float32_comes_back_to_rounding(make, x):
+    stored = make(jnp.float32(x))
+    assert hg.natural(stored).dtype == jnp.float32
+    np.testing.assert_allclose(hg.natural(stored), x, rtol=1e-6)
+
+
+def with_stored(domain, u):
+    """`domain` with other stored values: what a meta-optimizer makes of it."""
+    return jax.tree.map(lambda _: jnp.asarray(u), domain)
+
+
+@hypothesis.given(ANY_STORED)
+def test_every_stored_value_lies_inside(u):
+    assert (hg.natural(with_stored(hg.positive(1.0), u)) > 0).all()
+    unit = np.asarray(hg.natural(with_stored(hg.unit_interval(0.5), u)))
+    assert (unit >= MARGIN).all() and (unit <= 1 - MARGIN).all()
+    inside = np.asarray(hg.natural(with_stored(hg.bounded(0.5, LOW, HIGH), u)))
+    assert (inside >= LOW).all() and (inside <= HIGH).all()
+
+
+def test_every_stored_unit_interval_value_is_a_momentum():
+    # The ends of the interval are the smallest and the largest decay that n/2^16 can represent.
+    momenta = hg.natural(with_stored(hg.unit_interval(0.5), jnp.array([-100.0, 0.0, 100.0])))
+    loss = lambda params, theta, batch: jnp.sum(params**2)  # noqa: E731
+    trained = hg.train(loss, jnp.ones(2), hg.SGD(0.1, hg.PerStep(momenta)), hg.full_batch(jnp.ones(1)), steps=3)
+    assert int(trained.status.code) == 0
+
+
+@pytest.mark.parametrize("make", [hg.positive, hg.unit_interval, lambda x: hg.bounded(x, 0.0, 1.0)])
+def test_per_step_goes_inside_a_domain(make):
+    values = jnp.array([0.2, 0.4, 0.8])
+    natural = hg.natural(make(hg.PerStep(values)))
+    assert isinstance(natural, hg.PerStep)
+    np.testing.assert_allclose(natural.values, values, rtol=1e-6)
+
+
+def test_natural_of_nested_trees():
+    hypers = {
+        "bare": jnp.array([1.0, -2.0]),
+        "optimizer": hg.SGD(hg.positive(hg.PerStep(jnp.array([0.1, 0.2]))), hg.unit_interval({"w": 0.9, "b": 0.5})),
+        "list": [hg.bounded(0.5, 0.0, 1.0), (hg.fixed(3), None)],
+    }
+    natural = hg.natural(hypers)
+    np.testing.assert_array_equal(natural["bare"], hypers["bare"])
+    assert isinstance(natural["optimizer"], hg.SGD)
+    np.testing.assert_allclose(natural["optimizer"].learning_rate.values, [0.1, 0.2], rtol=1e-6)
+    np.testing.assert_allclose(natural["optimizer"].momentum["b"], 0.5, rtol=1e-6)
+    np.testing.assert_allclose(natural["list"][0], 0.5, rtol=1e-6)
+    assert int(natural["list"][1][0]) == 3 and natural["list"][1][1] is None
+
+
+def test_gradient_flows_through_natural():
+    # d exp(u)/du = x; d sigmoid/du = p (1 - p), times the width of the interval.
+    hypers = {"a": hg.positive(0.3), "b": hg.bounded(2.0, LOW, HIGH), "c": hg.unit_interval(0.9), "d": jnp.array(0.7)}
+    grads = jax.grad(lambda h: sum(hg.natural(h).values()))(hypers)
+    p, q = (2.0 - LOW) / (HIGH - LOW), (0.9 - MARGIN) / (1 - 2 * MARGIN)
+    expected = [0.3, (HIGH - LOW) * p * (1 - p), (1 - 2 * MARGIN) * q * (1 - q), 1.0]
+    assert jax.tree.structure(grads) == jax.tree.structure(hypers)
+    np.testing.assert_allclose(jax.tree.leaves(grads), expected, rtol=1e-5)
+
+
+def test_no_gradient_flows_into_fixed():
+    hypers = {"a": hg.fixed(2.0), "b": jnp.array(3.0)}
+    grads = jax.grad(lambda h: hg.natural(h)["a"] * hg.natural(h)["b"])(hypers)
+    assert float(grads["a"].unconstrained) == 0.0 and float(grads["b"]) == 2.0
+
+
+def test_fixed_is_untouched():
+    leaves = {"name": "relu", "function": jnp.tanh, "count": 7, "array": jnp.array([1, 2]), "x": 0.5, "none": None}
+    natural = hg.natural(hg.fixed(leaves))
+    assert natural["name"] == "relu" and natural["function"] is jnp.tanh and natural["none"] is None
+    assert int(natural["count"]) == 7 and float(natural["x"]) == 0.5
+    np.testing.assert_array_equal(natural["array"], leaves["array"])
+
+
+def test_optimize_leaves_fixed_alone():
+    hypers = {"scale": hg.fixed(3.0), "x": 1.0}
+    result = hg.optimize(lambda h, key: h["scale"] * h["x"], lambda y: y**2, hypers, meta_steps=2)
+    assert float(result.hypers["scale"].unconstrained) == 3.0 and float(result.hypers["x"]) < 1.0
+
+
+@pytest.mark.parametrize("x", [0, 0.0, -1, -1e-9, float("nan")])
+def test_positive_refuses(x):
+    with pytest.raises(ValueError, match=rf"hg\.positive.* must be > 0; got {x}"):
+        hg.positive(x)
+
+
+@pytest.mark.parametrize("x", [0, 1, 0.0, 1.0, -0.5, 1.5, 1 - 2.0**-20, 2.0**-16, float("nan")])
+def test_unit_interval_refuses(x):
+    with pytest.raises(ValueError, match=rf"hg\.unit_interval.* must be strictly between 1.52588e-05 .*; got {x}"):
+        hg.unit_interval(x)
+
+
+@pytest.mark.parametrize("x", [-4.0, -3.0, 5.0, 6.0, float("nan")])
+def test_bounded_refuses_what_lies_outside(x):
+    with pytest.raises(ValueError, match=rf"hg\.bounded.* must be strictly between -3 and 5; got {x}"):
+        hg.bounded(x, LOW, HIGH)
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.0, 0.0), (1.0, 1.0), (0.0, float("inf")), (float("nan"), 1.0)])
+def test_bounded_refuses_empty_and_infinite_intervals(low, high):
+    with pytest.raises(ValueError, match=rf"hg\.bounded needs finite low < high; got low={low}, high={high}"):
+        hg.bounded(0.5, low, high)
+
+
+def test_the_leaf_and_the_index_are_named():
+    with pytest.raises(ValueError, match=r"hg\.positive: leaf \['a'\]\['b'\].* must be > 0; got 0.0 at index \(0, 1\)"):
+        hg.positive({"a": {"b": jnp.array([[1.0, 0.0]])}, "c": 1.0})
+    with pytest.raises(ValueError, match=r"hg\.unit_interval.*got 1.0 at index \(2,\)"):
+        hg.unit_interval(hg.PerStep(jnp.array([0.5, 0.3, 1.0])))
+
+
+@pytest.mark.parametrize("x", ["0.1", 1j, jnp.tanh])
+@pytest.mark.parametrize("make", [hg.positive, hg.unit_interval, lambda x: hg.bounded(x, 0.0, 1.0)])
+def test_what_is_no_real_number_is_refused(make, x):
+    with pytest.raises(TypeError, match="a hyperparameter is a float or an array of floats"):
+        make({"a": x})
