@@ -1,5 +1,7 @@
 """Checks of the arguments of `train`, before anything runs: each error says what, where, and what to do next."""
 
+import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,6 +38,13 @@ def check_kinds(loss: Any, optimizer: Any, batches: Any, adjoint: Any) -> None:
         )
     if not hasattr(adjoint, "run"):
         raise TypeError(f"`adjoint` must be hg.Reversible(), hg.Unrolled() or hg.Checkpointed(); got {describe(adjoint)}.")
+    try:
+        hash(loss)
+    except TypeError as e:
+        raise TypeError(
+            f"`loss` ({_name(loss)}) holds arrays and is no plain function. Make it one, and pass arrays through `params`, "
+            "`theta` or the batch."
+        ) from e
     check_signature(loss)
     for role, function in (("loss", loss), ("batches", batches)):
         reject_traced_closure(role, function)
@@ -161,28 +170,30 @@ def reject_traced_closure(role: str, function: Any) -> None:
 
 
 def _captured(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what a function holds: closure cells, defaults, partial arguments, and functions inside them."""
+    """(name, value) of all that a function holds, and of what the functions among it hold."""
     if id(function) in seen or isinstance(function, eqx.Module):
         return
     seen.add(id(function))
-    code = getattr(function, "__code__", None)
-    cells = getattr(function, "__closure__", None) or ()
-    held: list[tuple[str, Any]] = []
-    for name, cell in zip(getattr(code, "co_freevars", ()), cells, strict=True):
-        try:
-            held.append((name, cell.cell_contents))
-        except ValueError:
-            continue  # not assigned yet
-    held += [(f"default {i}", v) for i, v in enumerate(getattr(function, "__defaults__", None) or ())]
-    held += list((getattr(function, "__kwdefaults__", None) or {}).items())
-    if hasattr(function, "func") and hasattr(function, "args"):  # functools.partial
-        held += [(f"argument {i}", v) for i, v in enumerate(function.args)] + list((function.keywords or {}).items())
-        held.append(("func", function.func))
-    held += [("__wrapped__", function.__wrapped__)] if hasattr(function, "__wrapped__") else []
-    for name, value in held:
+    for name, value in _held(function):
         yield name, value
         if callable(value):
             yield from _captured(value, seen)
+
+
+def _held(function: Any) -> Iterator[tuple[str, Any]]:
+    """Closure cells, defaults, partial arguments, and the attributes of a method's or a callable's object."""
+    code = getattr(function, "__code__", None)
+    for name, cell in zip(getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or (), strict=True):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents
+    yield from ((f"default {i}", v) for i, v in enumerate(getattr(function, "__defaults__", None) or ()))
+    yield from (getattr(function, "__kwdefaults__", None) or {}).items()
+    if isinstance(function, functools.partial):
+        yield "func", function.func
+        yield from ((f"argument {i}", v) for i, v in enumerate(function.args))
+        yield from function.keywords.items()
+    owner = getattr(function, "__self__", function if code is None else None)
+    yield from list(getattr(owner, "__dict__", {}).items())
 
 
 def _name(function: Callable[..., Any]) -> str:

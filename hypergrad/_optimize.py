@@ -153,6 +153,8 @@ def _objective(train_fn: Any, val_fn: Any) -> Callable[[Any, Any, Array], Array]
 
     def objective(learned: Any, fixed: Any, key: Array) -> Array:
         value = val_fn(train_fn(natural(eqx.combine(learned, fixed)), key))
+        if not eqx.is_array_like(value):
+            raise TypeError(f"`val_fn` must return one real float; got {type(value).__name__}. Return the number alone.")
         shape, dtype = jnp.shape(value), jnp.result_type(value)
         if shape != () or not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"`val_fn` must return one real float; got {dtype.name}{list(shape)}. Take its mean or sum.")

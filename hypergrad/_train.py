@@ -88,7 +88,7 @@ def set_up(
     )
     words = tuple(_words_known(optimizer, link, params, steps) for link in optimizer.chain)
     x64 = jnp.result_type(float) == jnp.float64
-    labels = _labels(rule, params)
+    labels = _labels(rule, params, theta, batches)
     problem = Problem(loss, assemble, rule, optimizer.linear, steps, adjoint.driver_name, x64, labels, words, throw)
     return problem, Inputs(values, prepared(optimizer, params, steps), theta_leaves, frozen), tree
 
@@ -137,12 +137,18 @@ def _take_apart(params: Any, theta: Any, batches: Any) -> tuple[_Assemble, list[
     return _Assemble(jax.tree.structure(params), theta_tree, batches_tree), floats, others + arrays
 
 
-def _labels(rule: Rule, params: Any) -> Labels:
+def _labels(rule: Rule, params: Any, theta: Any, batches: Any) -> Labels:
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     places = [f"{link.name}{path}" for link in rule.chain for path in paths]
     limits = [grid_range(bits) for row in rule.fraction_bits for bits in row]
     decays = [f"optimizer.{link.decay} for params{path}" if link.decay else "" for link in rule.chain for path in paths]
-    return Labels((*places, *decays), tuple(limits))
+    frozen = [p for p, x in _paths("theta", theta) if eqx.is_array(x) and not eqx.is_inexact_array(x)]
+    frozen += [p for p, x in _paths("batches", batches) if eqx.is_array(x)]
+    return Labels((*places, *decays), tuple(limits), tuple(frozen))
+
+
+def _paths(name: str, tree: Any) -> list[tuple[str, Any]]:
+    return [(name + jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _words_known(optimizer: Optimizer, link: Link, params: Any, steps: int) -> int | None:

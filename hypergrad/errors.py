@@ -32,7 +32,8 @@ class NonFiniteError(HypergradError, FloatingPointError):
 
 
 for _class in (HypergradError, ReversalError, RangeError, BufferFullError, NonFiniteError):
-    _class.__module__ = "hypergrad"  # so that a traceback from compiled code reads "hypergrad.ReversalError: ..."
+    _class.__module__ = "hypergrad"
+    _class.__name__ = f"hypergrad.{_class.__name__}"  # XLA reports only this of an error raised in compiled code
 
 OK, DECAY, NON_FINITE, RANGE, BUFFER_FULL, REVERSAL = range(6)
 _CLASSES: dict[int, type[HypergradError]] = {
@@ -76,7 +77,7 @@ class Status(eqx.Module):
             case 0:
                 return ""
             case 1:
-                return decay_sentence(where, value, step, rounded=True)
+                return decay_sentence(where, value, step)
             case 2 if step < 0:
                 return f"{where} is NaN or infinite before the first step. Look at how it is initialized."
             case 2:
@@ -125,13 +126,13 @@ class Status(eqx.Module):
         return f"Status({self.sentence() or 'ok'!r}, words={int(self.words)}, bits={float(self.bits):.4g})"
 
 
-def decay_sentence(name: str, value: float, step: int = -1, denominator: int = 2**16, rounded: bool = False) -> str:
-    """The sentence for a decay outside (0, 1), or inside but rounding to 0 or 1; `rounded`: only n/d is known of it."""
+def decay_sentence(name: str, value: float, step: int = -1, denominator: int = 2**16) -> str:
+    """The sentence for a decay outside (0, 1), or inside but rounding to 0 or 1."""
     at = f" at step {step}" if step >= 0 else ""
     lowest, highest = 1 / denominator, 1 - 1 / denominator
     if np.isnan(value):
         why, nearest = "It is NaN.", highest
-    elif 0 < value < 1 or (rounded and value in (0, 1)):
+    elif 0 < value < 1:
         lost = "decay" if value > 0.5 else "be kept"
         why = f"It rounds to {round(value)} on the grid of 1/{denominator}: nothing would {lost}."
         nearest = highest if value > 0.5 else lowest
@@ -139,5 +140,4 @@ def decay_sentence(name: str, value: float, step: int = -1, denominator: int = 2
         why, nearest = "With 0 a step forgets its past and has no inverse, and a negative decay is not a decay.", lowest
     else:
         why, nearest = "With 1 nothing decays and the update vanishes; above 1 it grows without bound.", highest
-    got = f"got a value that rounds to {value!r}" if rounded else f"got {value!r}"
-    return f"`{name}` must be in (0, 1); {got}{at}. {why} The nearest representable value is {nearest!r}."
+    return f"`{name}` must be in (0, 1); got {value!r}{at}. {why} The nearest representable value is {nearest!r}."

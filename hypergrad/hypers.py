@@ -48,7 +48,7 @@ class Domain(eqx.Module):
 
 def positive(x: Any) -> Domain:
     """x = exp(u), x > 0: learning rates, scales, penalties. float leaves of any shape, strictly positive."""
-    _check_leaves("positive", x, lambda v: v > 0, "> 0")
+    _check_leaves("positive", x, lambda v: (v > 0) & np.isfinite(v), "finite and > 0")
     return Domain(jax.tree.map(lambda v: jnp.log(_as_float(v)), x), "positive")
 
 

@@ -33,8 +33,15 @@ class Network(NamedTuple):
         """One L2 penalty per weight."""
         return {k: jnp.full(w.shape, value, dtype) for k, w in self.weights.items()}
 
-    def batches(self, batch_size: int = 8, seed: int = 1) -> Callable[[jax.Array], Any]:
-        return hg.minibatches(self.data, batch_size, jax.random.key(seed))
+    def batches(self, steps: int, batch_size: int = 8) -> Callable[[jax.Array], Any]:
+        """Rows drawn beforehand: no shuffling inside the loop, which takes long to compile."""
+        rows = np.random.default_rng(1).integers(0, EXAMPLES, (steps, batch_size))
+        return hg.stacked(jax.tree.map(lambda x: x[rows], self.data))
+
+    def drawn(self, key: jax.Array, steps: int, batch_size: int = 8) -> Callable[[jax.Array], Any]:
+        """The same from a key, which may be traced."""
+        rows = jax.random.randint(key, (steps, batch_size), 0, EXAMPLES, jnp.int32)
+        return hg.stacked(jax.tree.map(lambda x: jnp.asarray(x)[rows], self.data))
 
     def value(self, params: Any) -> jax.Array:
         """Cross entropy on all the data: a validation loss."""
@@ -65,6 +72,10 @@ def network(name: str = "tanh") -> Network:
         return cross_entropy(apply(params, x), y) + penalty(theta, params)
 
     return Network(loss, apply, weights, data)
+
+
+def _two_layers(p: Any, x: Any) -> jax.Array:
+    return jnp.tanh(x.astype(p["w1"].dtype) @ p["w1"]) @ p["w2"]
 
 
 def _mlp(activation: Callable[[jax.Array], jax.Array], p: Any, x: Any) -> jax.Array:
@@ -113,7 +124,7 @@ _NORMED = {**_DENSE, "scale": (8,), "shift": (8,)}
 _SQUARE = (WIDTH, WIDTH)
 
 NETWORKS: dict[str, tuple[Any, dict[str, tuple[int, ...]], Any]] = {
-    "tanh": (functools.partial(_mlp, jnp.tanh), _DENSE, _normal(FEATURES)),
+    "tanh": (_two_layers, {"w1": (FEATURES, 5), "w2": (5, CLASSES)}, _normal(FEATURES)),
     "relu": (functools.partial(_mlp, jax.nn.relu), _DENSE, _normal(FEATURES)),
     "gelu": (functools.partial(_mlp, jax.nn.gelu), _DENSE, _normal(FEATURES)),
     "layer norm": (functools.partial(_layer_norm_mlp, jax.nn.gelu), _NORMED, _normal(FEATURES)),

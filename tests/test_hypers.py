@@ -125,7 +125,7 @@ def test_optimize_leaves_fixed_alone():
 
 @pytest.mark.parametrize("x", [0, 0.0, -1, -1e-9, float("nan")])
 def test_positive_refuses(x):
-    with pytest.raises(ValueError, match=rf"hg\.positive.* must be > 0; got {x}"):
+    with pytest.raises(ValueError, match=rf"hg\.positive.* must be finite and > 0; got {x}"):
         hg.positive(x)
 
 
@@ -148,7 +148,9 @@ def test_bounded_refuses_empty_and_infinite_intervals(low, high):
 
 
 def test_the_leaf_and_the_index_are_named():
-    with pytest.raises(ValueError, match=r"hg\.positive: leaf \['a'\]\['b'\].* must be > 0; got 0.0 at index \(0, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"hg\.positive: leaf \['a'\]\['b'\].* must be finite and > 0; got 0.0 at index \(0, 1\)"
+    ):
         hg.positive({"a": {"b": jnp.array([[1.0, 0.0]])}, "c": 1.0})
     with pytest.raises(ValueError, match=r"hg\.unit_interval.*got 1.0 at index \(2,\)"):
         hg.unit_interval(hg.PerStep(jnp.array([0.5, 0.3, 1.0])))

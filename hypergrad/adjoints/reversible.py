@@ -16,7 +16,6 @@ from hypergrad._report import current_ledger, mask, surface
 from hypergrad.adjoints.backward import Cotangents, reverse
 from hypergrad.errors import OK, REVERSAL, Status
 from hypergrad.exact import WORD_BITS, words_needed
-from hypergrad.hypers import describe
 from hypergrad.loop.forward import forward
 from hypergrad.loop.problem import Inputs, Problem, schedules, turns_of
 from hypergrad.loop.status import Outcome, assess
@@ -85,15 +84,16 @@ class _Flag(eqx.Module):
 def _run_fwd(problem: Problem, capacity: int | None, *inputs: Any) -> tuple[Outcome, Residuals]:
     perturbed = Inputs(*jax.tree.map(lambda x: x.perturbed, inputs))
     arrays = Inputs(*jax.tree.map(lambda x: x.value, inputs))
-    for differentiated, leaf in zip(perturbed.frozen, arrays.frozen, strict=True):
+    for differentiated, path in zip(perturbed.frozen, problem.labels.frozen, strict=True):
         if differentiated:
             raise ValueError(
-                f"`batches` is differentiated (in its array {describe(leaf)}), and that derivative would be lost. "
-                "Pass learned data through `theta`."
+                f"`batches` is differentiated, in {path}; that derivative would be lost. Pass learned data through `theta`."
             )
     with jax.enable_x64(True):
         words = _capacities(problem, arrays.h, capacity)
     outcome, end = _forward(problem, words, arrays)
+    if problem.throw and concrete(outcome.status) and not outcome.status.ok:
+        raise outcome.status.error()  # here it is known; outside, an eager jax.grad makes a tracer of it
     return outcome, Residuals(arrays, end, outcome.status, _Flag(any(jax.tree.leaves(perturbed.theta))))
 
 

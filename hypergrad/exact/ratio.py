@@ -3,8 +3,6 @@
 Invariant: `0 <= x - divide(x, n) * n < n`, for every |x| <= 2^62 and 1 <= n <= 2^24.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -14,31 +12,31 @@ MOMENTUM_DENOMINATOR = 2**16
 FINE_DENOMINATOR = 2**24  # for decays like 1 - learning_rate * weight_decay, which round to 1 on 2^16
 
 
-@jax.custom_jvp
 def substitute(x: Array, value: Array) -> Array:
-    """`value`, with the derivative of `x`: float [...], float [...] -> float [...]."""
-    del x
-    return value
+    """`value`, with the derivative of `x`, any number of times: finite float [...], float [...] -> float [...].
+
+    x - x is exactly zero. A custom derivative rule says it more directly, but JAX drops such rules inside a scan when it is
+    reversed, so that the second derivative would be wrong.
+    """
+    return jax.lax.stop_gradient(value) + (x - jax.lax.stop_gradient(x))
 
 
-@substitute.defjvp
-def _substitute_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return substitute(*primals), tangents[0]  # not primals[1]: its own derivative would be lost the second time
-
-
-def to_ratio(rho: Array, denominator: int) -> Array:
-    """n/d with n = round(rho d), as a float; d(n/d)/d(rho) = 1.
+def to_ratio(rho: Array, denominator: int, may_be_one: bool = False) -> Array:
+    """n/d with n = round(rho d), as a float; d(n/d)/d(rho) = 1. A rho that no 1 <= n < d (or n = d) stands for stays as it
+    is: the caller reports it.
 
     float [...] -> float [...] of the same dtype, exact: n has at most 24 bits. What is used in the decay, in the
     increments and in the derivative is always this value, never the unrounded one.
     """
-    return substitute(rho, jnp.round(rho * denominator) / denominator)
+    n = jnp.round(rho * denominator)
+    representable = (n >= 1) & (n <= (denominator if may_be_one else denominator - 1))
+    return substitute(rho, jnp.where(representable, n / denominator, rho))
 
 
 def numerator(ratio: Array, denominator: int) -> Array:
     """n of an n/d that `to_ratio` made: float [...] -> int64 [...]. Out of range is clipped to [1, d], and reported
     by the caller, so that division stays defined."""
-    return jnp.clip(jnp.round(ratio * denominator), 1, denominator).astype(jnp.int64)
+    return jnp.clip(jnp.nan_to_num(jnp.round(ratio * denominator)), 1, denominator).astype(jnp.int64)
 
 
 def divide(x: Array, n: Array) -> Array:

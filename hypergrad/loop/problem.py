@@ -42,10 +42,11 @@ class Static:
 
 
 class Labels(NamedTuple):
-    """Names for errors: every (link, leaf), then every (decay, leaf); and the range of each of the first."""
+    """Names for errors."""
 
-    places: tuple[str, ...]
-    limits: tuple[float, ...]
+    places: tuple[str, ...]  # every (link, leaf), then every (decay, leaf)
+    limits: tuple[float, ...]  # the range of every (link, leaf)
+    frozen: tuple[str, ...]  # paths of `Inputs.frozen`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ def expand(optimizer: Optimizer, params: Any, steps: int, only: tuple[str, ...] 
         values = _broadcast_prefix(field.name, getattr(optimizer, field.name), params)
         for h, value, (path, leaf) in zip(expanded, values, leaves, strict=True):
             x = _with_step_axis(field.name, value, jax.tree_util.keystr(path), leaf, steps, decays)
-            h[field.name] = to_ratio(x, decays[field.name].denominator) if field.name in decays else x
+            h[field.name] = _ratio(decays[field.name], x) if field.name in decays else x
     return expanded
 
 
@@ -43,7 +43,7 @@ def prepared(optimizer: Optimizer, params: Any, steps: int) -> list[dict[str, Ar
         h = dict(optimizer.prepare(h, steps))
         for link in optimizer.chain:
             if link.decay:
-                h[link.decay] = to_ratio(h[link.decay], link.denominator)
+                h[link.decay] = _ratio(link, h[link.decay])
         result.append(h)
     return result
 
@@ -57,6 +57,10 @@ def link_numerators(link: Link, h: dict[str, Array], steps: int) -> Array:
 def link_fraction_bits(link: Link, leaf: Array, fraction_bits: int | None) -> int:
     bits = default_fraction_bits(leaf.dtype) if fraction_bits is None else fraction_bits
     return min(bits + link.extra_bits, 60)
+
+
+def _ratio(link: Link, rho: Array) -> Array:
+    return to_ratio(rho, link.denominator, link.may_be_one)
 
 
 def compute_dtype(leaf: Array) -> np.dtype:
@@ -79,7 +83,8 @@ def first_bad_decay(link: Link, h: dict[str, Array]) -> tuple[Array, Array, Arra
     lowest, highest = decay_interval(link)
     bad = ~((rho >= lowest) & (rho <= highest))
     step = first_true(bad.any(axis=1))
-    return bad.any(), step, rho[step, first_true(bad[step])].astype(jnp.float32)
+    step_or_none = jnp.where(rho.shape[0] > 1, step, -1).astype(jnp.int32)
+    return bad.any(), step_or_none, rho[step, first_true(bad[step])].astype(jnp.float32)
 
 
 def first_true(x: Array) -> Array:
