@@ -14,7 +14,7 @@ from hypergrad.errors import OK
 from hypergrad.loop.forward import in_order, train_step
 from hypergrad.loop.problem import Inputs, Problem, join_steps, schedules, split_steps, turns_of
 from hypergrad.loop.status import assess, most_words
-from hypergrad.loop.step import Exact, returned, start, unstep
+from hypergrad.loop.step import Exact, isolated, returned, settled, start, unstep
 
 
 class Mismatch(NamedTuple):
@@ -91,7 +91,7 @@ def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
         constant, theta, frozen = consts
         t, stepped, turns = x
         h = join_steps(constant, stepped)
-        state = unstep(rule, state, h, turns, lambda w: gradient(w, theta, frozen, t)[1])
+        state = unstep(rule, state, h, turns, lambda w: isolated(rule, turns, gradient, settled(w), theta, frozen, t)[1])
         return state, (_state_print(rule, state), _batch_print(problem, inputs, t))
 
     first = start(rule, inputs.values, words)

@@ -85,11 +85,12 @@ def set_up(
         tuple(compute_dtype(x) for x in leaves),
         tuple(np.dtype(x.dtype) for x in leaves),
         GMPY2 if adjoint.buffer == "gmpy2" else DEVICE,
+        optimizer.linear,
     )
     words = tuple(_words_known(optimizer, link, params, steps) for link in optimizer.chain)
     x64 = jnp.result_type(float) == jnp.float64
     labels = _labels(rule, params, theta, batches)
-    problem = Problem(loss, assemble, rule, optimizer.linear, steps, adjoint.driver_name, x64, labels, words, throw)
+    problem = Problem(loss, assemble, rule, steps, adjoint.driver_name, x64, labels, words, throw)
     return problem, Inputs(values, prepared(optimizer, params, steps), theta_leaves, frozen), tree
 
 

@@ -30,7 +30,7 @@ def check_inverse(optimizer: Optimizer, params: Any = None, *, steps: int = 20, 
     chain = optimizer.chain
     bits = tuple(tuple(link_fraction_bits(link, x, None) for x in leaves) for link in chain)
     dtypes = tuple(compute_dtype(x) for x in leaves)
-    rule = _step.Rule(chain, bits, dtypes, tuple(np.dtype(x.dtype) for x in leaves), DEVICE)
+    rule = _step.Rule(chain, bits, dtypes, tuple(np.dtype(x.dtype) for x in leaves), DEVICE, optimizer.linear)
     h = prepared(optimizer, params, steps)
     rng = np.random.default_rng(seed)
     with jax.enable_x64(True):

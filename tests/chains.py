@@ -19,7 +19,7 @@ def _safe_sqrt(x: jax.Array) -> jax.Array:
 
 
 def _bias_correction(b: jax.Array, steps: int) -> jax.Array:
-    """1 - b_1 b_2 ... b_t at step t: what a decaying mean that starts at zero still lacks. [steps | 1, ...] -> [steps, ...]"""
+    """1 - b_1 ... b_t at step t, by which a decaying mean that starts at zero falls short: [steps | 1, ..] -> [steps, ..]."""
     return 1 - jnp.cumprod(jnp.broadcast_to(b, (steps, *b.shape[1:])), axis=0)
 
 
@@ -99,6 +99,12 @@ def _start(axis: int) -> Any:
     return lambda leaf: 0.1 * jnp.eye(leaf.shape[axis], dtype=leaf.dtype) if leaf.ndim == 2 else jnp.zeros_like(leaf)
 
 
+def _outer(g: jax.Array) -> jax.Array:
+    """g g^T of a matrix, g^2 of other leaves. Not `g @ g.T`: XLA:CPU lays small products out anew in each program, and
+    their bits with them."""
+    return jnp.sum(g[:, None] * g[None], axis=2) if g.ndim == 2 else g * g
+
+
 def _preconditioned(z: Any, g: jax.Array) -> jax.Array:
     if g.ndim != 2:
         return g / (_safe_sqrt(z.left) + 0.1)
@@ -113,8 +119,8 @@ class Shampoo(Optimizer):
     b: Any = 0.95
 
     chain = (
-        Link("left", lambda h, z, g: g @ g.T if g.ndim == 2 else g * g, decay="b", start=_start(0)),
-        Link("right", lambda h, z, g: g.T @ g if g.ndim == 2 else g * 0, decay="b", start=_start(1)),
+        Link("left", lambda h, z, g: _outer(g), decay="b", start=_start(0)),
+        Link("right", lambda h, z, g: _outer(g.T), decay="b", start=_start(1)),
         Link("velocity", lambda h, z, g: -_preconditioned(z, g), decay="momentum"),
         Link("params", lambda h, z: h.learning_rate * z.velocity),
     )

@@ -20,7 +20,7 @@ from jax import Array
 
 from hypergrad.exact import decode
 from hypergrad.loop.problem import Inputs, Problem, join_steps, split_steps
-from hypergrad.loop.step import Exact, Hypers, Rule, Values, increment, retreat, settled
+from hypergrad.loop.step import Exact, Hypers, Rule, Values, increment, increments, isolated, retreat, settled
 from hypergrad.optimizers.chain import PARAMS, Link
 
 
@@ -56,7 +56,8 @@ def undo_link(
 ) -> tuple[Exact, Cotangents, list[Array]]:
     """Take back z <- rho z + increment(h, others, g) exactly, and pull the cotangents through it; also that of g."""
     back = pull(rule, link, state.z, ct.z, h, g)
-    state = retreat(rule, link, state, h, turns, back.updates)
+    updates = back.updates if rule.linear else increments(rule, link, state.z, h, turns, g)
+    state = retreat(rule, link, state, h, turns, updates)
     dz, dh = _spread(ct.z, back.z), [_plus(a, b) for a, b in zip(ct.h, back.h, strict=True)]
     if link.decay:
         for j in rule.leaves:
@@ -84,6 +85,7 @@ def reverse(
     *others, params = rule.chain
     constant, stepped = split_steps(inputs.h, problem.steps)
     first_order = _first_order(problem, with_theta=ct.theta is not None)
+    gradient = problem.maybe_jit(problem.gradient)
 
     def body(consts: Any, carry: Any, x: Any) -> tuple[Any, Any]:
         state, (dz, dconstant, dtheta) = carry
@@ -100,14 +102,15 @@ def reverse(
 
         state, ct, _ = undo_link(rule, params, state, ct, h, turns, None)
         w = rule.decoded(state.z, params)
-        if problem.linear:
+        at_w = lambda w: first_order(w, theta, frozen, t)  # noqa: E731
+        if rule.linear:
             u = gradient_cotangent(rule, state.z, ct.z, h, w)
-            (g, g_theta), (hu, cross) = _along(problem, lambda w: first_order(w, theta, frozen, t), w, u)
+            (g, g_theta), (hu, cross) = _along(problem, at_w, w, u)
             state, ct, _ = undo_others(state, ct, g)
         else:
-            (g, g_theta), second_order = _linearized(problem, lambda w: first_order(w, theta, frozen, t), w)
+            _, g = isolated(rule, turns, gradient, settled(w), theta, frozen, t)
             state, ct, u = undo_others(state, ct, g)
-            hu, cross = second_order(u)
+            (g, g_theta), (hu, cross) = _along(problem, at_w, w, u)
 
         dw, dtheta = _plus(ct.z[PARAMS], hu), _plus(dtheta, cross)
         if dloss is not None:
@@ -138,18 +141,6 @@ def _along(problem: Problem, first_order: Callable[..., Any], w: list[Array], u:
     """Forward over reverse: ((g, g_theta), (H u, (d_theta g)^T u)) from one jvp, without residuals of residuals."""
     with jax.enable_x64(problem.x64):
         return settled(jax.jvp(first_order, (settled(w),), (settled(u),)))
-
-
-def _linearized(problem: Problem, first_order: Callable[..., Any], w: list[Array]) -> Any:
-    """((g, g_theta), u -> (H u, (d_theta g)^T u)), for rules whose u is known only after g."""
-    with jax.enable_x64(problem.x64):
-        primal, tangent = jax.linearize(first_order, settled(w))
-
-    def second_order(u: list[Array]) -> Any:
-        with jax.enable_x64(problem.x64):
-            return settled(tangent(settled(u)))
-
-    return settled(primal), second_order
 
 
 def _plus(a: Any, b: Any) -> Any:

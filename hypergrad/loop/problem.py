@@ -56,7 +56,6 @@ class Problem:
     loss: Callable[..., Array]
     assemble: Callable[[list[Array], list[Array], list[Any], Array], tuple[Any, Any, Any]]  # leaves, t -> loss arguments
     rule: Rule
-    linear: bool
     steps: int
     driver: str  # a name in `DRIVERS`
     x64: bool  # the caller's setting: the user's functions run under it

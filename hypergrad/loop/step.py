@@ -5,6 +5,7 @@ integers that both directions recompute alike.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from hypergrad.optimizers.chain import PARAMS, Link, View
 
 Hypers = list[dict[str, Array]]  # one dict per parameter leaf: what increments read as `h`
 Values = dict[str, list[Array]]  # link name -> one array per parameter leaf
+Turns = dict[str, list[Turn]]  # decaying link -> what each leaf's buffer must know at this step
 
 
 class Exact(NamedTuple):
@@ -37,6 +39,7 @@ class Rule:
     dtypes: tuple[np.dtype, ...]  # of accumulators and updates, per leaf
     param_dtypes: tuple[np.dtype, ...]
     buffer: InformationBuffer
+    linear: bool  # as `Optimizer.linear`; if not, floats are computed `isolated`
 
     def bits(self, link: Link) -> tuple[int, ...]:
         return self.fraction_bits[self.chain.index(link)]
@@ -80,30 +83,52 @@ def increment(link: Link, h: dict[str, Array], z: dict[str, Array], g: Array | N
 Gradient = Callable[[list[Array]], list[Array]]
 
 
-def step(rule: Rule, state: Exact, h: Hypers, turns: dict[str, list[Turn]], g: list[Array]) -> tuple[Exact, Array]:
+def step(rule: Rule, state: Exact, h: Hypers, turns: Turns, g: list[Array]) -> tuple[Exact, Array]:
     """z_k <- rho_k z_k + increment_k for k = 1..K; also max |z_k| for k < K, float32 [links - 1, leaves]."""
     magnitudes = []
     for link in rule.chain:
-        state = advance(rule, link, state, h, turns, increments(rule, link, state.z, h, g))
+        state = advance(rule, link, state, h, turns, increments(rule, link, state.z, h, turns, g))
         magnitudes.append(rule.magnitudes(state.z, link))
     return state, jnp.stack(magnitudes[:-1])
 
 
-def unstep(rule: Rule, state: Exact, h: Hypers, turns: dict[str, list[Turn]], gradient: Gradient) -> Exact:
+def unstep(rule: Rule, state: Exact, h: Hypers, turns: Turns, gradient: Gradient) -> Exact:
     """The inverse of `step`: its links in reverse order, the gradient recomputed once the parameters are back."""
     *others, params = rule.chain
-    state = retreat(rule, params, state, h, turns, increments(rule, params, state.z, h, None))
+    state = retreat(rule, params, state, h, turns, increments(rule, params, state.z, h, turns, None))
     g = gradient(rule.decoded(state.z, params))
     for link in reversed(others):
-        state = retreat(rule, link, state, h, turns, increments(rule, link, state.z, h, g))
+        state = retreat(rule, link, state, h, turns, increments(rule, link, state.z, h, turns, g))
     return state
 
 
-def increments(rule: Rule, link: Link, z: Values, h: Hypers, g: list[Array] | None) -> list[Array]:
-    return [increment(link, h[j], rule.readable(z, link, j), None if g is None else g[j]) for j in rule.leaves]
+def increments(rule: Rule, link: Link, z: Values, h: Hypers, turns: Turns, g: list[Array] | None) -> list[Array]:
+    """A link's increments, leaf by leaf, at the present values: the same bits in every pass."""
+
+    def one(leaf: int) -> Array:
+        gradient = None if g is None else g[leaf]
+        return isolated(rule, turns, functools.partial(increment, link), h[leaf], rule.readable(z, link, leaf), gradient)
+
+    return [one(j) for j in rule.leaves]
 
 
-def advance(rule: Rule, link: Link, state: Exact, h: Hypers, turns: dict[str, list[Turn]], updates: list[Array]) -> Exact:
+def isolated(rule: Rule, turns: Turns, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args); for rules that are not linear, compiled apart from what surrounds it.
+
+    XLA simplifies and contracts float expressions by their context, so that the same expression can have other bits in
+    another program, barriers or not. A branch is a boundary that it respects, and that this one is always taken (1 <= n)
+    it cannot see. Linear rules go without: their increments are single products, and their gradient is computed inside the
+    jvp, for which the certificate vouches.
+    """
+    if rule.linear or not turns:
+        return function(*args)
+    taken = next(iter(turns.values()))[0].n > 0
+    shapes = jax.eval_shape(function, *args)
+    nothing = lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # noqa: E731
+    return jax.lax.cond(taken, function, nothing, *args)
+
+
+def advance(rule: Rule, link: Link, state: Exact, h: Hypers, turns: Turns, updates: list[Array]) -> Exact:
     """z <- rho z + update, for every leaf of one link."""
     z, buffers = list(state.z[link.name]), list(state.buffers.get(link.name, ()))
     for j in rule.leaves:
@@ -114,7 +139,7 @@ def advance(rule: Rule, link: Link, state: Exact, h: Hypers, turns: dict[str, li
     return _replaced(state, link, z, buffers)
 
 
-def retreat(rule: Rule, link: Link, state: Exact, h: Hypers, turns: dict[str, list[Turn]], updates: list[Array]) -> Exact:
+def retreat(rule: Rule, link: Link, state: Exact, h: Hypers, turns: Turns, updates: list[Array]) -> Exact:
     """The inverse of `advance`: its lines in reverse order."""
     z, buffers = list(state.z[link.name]), list(state.buffers.get(link.name, ()))
     for j in rule.leaves:

@@ -1,0 +1,208 @@
+"""Optimizers as chains: each step has its inverse, trains as other libraries do, and is differentiated in all it has."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from chains import Adam, AdamW, RMSProp, Shampoo, inverse_fourth_root
+from jax.test_util import check_grads
+from problems import network
+
+import hypergrad as hg
+from hypergrad.optimizers.chain import Link, Optimizer
+
+
+STEPS = 12
+NET = network("tanh")
+
+
+def per_step(low: float, high: float) -> hg.PerStep:
+    return hg.PerStep(jnp.linspace(low, high, STEPS))
+
+
+# From extreme integers on, small rates and a large epsilon keep updates on the grid.
+INVERTIBLE = {
+    "SGD": lambda: hg.SGD(0.1, per_step(0.3, 0.999)),
+    "HeavyBall": lambda: hg.HeavyBall(per_step(0.1, 0.01), 0.9),
+    "Adam": lambda: Adam(1e-3, per_step(0.8, 0.95), per_step(0.9, 0.99), eps=0.1),
+    "AdamW": lambda: AdamW(1e-3, weight_decay=per_step(0.01, 1.0), eps=0.1),
+    "RMSProp": lambda: RMSProp(1e-3, per_step(0.8, 0.95), eps=0.1),
+    "Shampoo": lambda: Shampoo(1e-3, per_step(0.8, 0.95)),
+}
+
+
+@pytest.mark.parametrize("name", INVERTIBLE)
+def test_every_step_has_an_inverse(name: str) -> None:
+    params = {"matrix": jnp.zeros((3, 2)), "vector": jnp.zeros(2)}
+    hg.testing.check_inverse(INVERTIBLE[name](), params, steps=STEPS)
+
+
+def trained(optimizer: Any, **options: Any) -> hg.Trained:
+    return hg.train(NET.loss, NET.params(), optimizer, NET.batches(STEPS), theta=NET.theta(), **options)
+
+
+def trained_by_optax(rule: optax.GradientTransformation) -> tuple[Any, jax.Array]:
+    def step(carry: Any, batch: Any) -> tuple[Any, jax.Array]:
+        params, state = carry
+        loss, g = jax.value_and_grad(NET.loss)(params, NET.theta(), batch)
+        updates, state = rule.update(g, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    (params, _), losses = jax.lax.scan(step, (NET.params(), rule.init(NET.params())), NET.batches(STEPS).arrays)
+    return params, losses
+
+
+OPTAX = {
+    "HeavyBall": (lambda: hg.HeavyBall(0.1, 0.9), optax.sgd(0.1, momentum=0.9)),
+    "Adam": (lambda: Adam(0.05, 0.9, 0.99, 1e-3), optax.adam(0.05, 0.9, 0.99, 1e-3)),
+    "AdamW": (lambda: AdamW(0.05, 0.9, 0.99, 1e-3, 0.1), optax.adamw(0.05, 0.9, 0.99, 1e-3, weight_decay=0.1)),
+    "RMSProp": (
+        lambda: RMSProp(0.02, 0.9, 0.95, 1e-2),
+        optax.rmsprop(0.02, 0.95, 1e-2, momentum=0.9, eps_in_sqrt=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTAX)
+def test_training_is_that_of_optax(name: str) -> None:
+    """Up to the rounding of decays, 2^-17, and of floats."""
+    ours, theirs = OPTAX[name]
+    run = trained(ours())
+    params, losses = jax.jit(functools.partial(trained_by_optax, theirs))()
+    np.testing.assert_allclose(run.losses, losses, rtol=1e-3)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-3), run.params, params)
+
+
+def test_heavy_ball_is_sgd_with_another_rate() -> None:
+    m = round(0.9 * 2**16) / 2**16
+    ball, sgd = trained(hg.HeavyBall(0.1, m)), trained(hg.SGD(0.1 / (1 - m), m))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), ball.params, sgd.params)
+    velocities = ball.state["velocity"], sgd.state["velocity"]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose((1 - m) * x, y, atol=1e-6), *velocities)
+
+
+def test_the_gradient_in_an_optimizer_is_an_optimizer() -> None:
+    optimizer = hg.HeavyBall({"w1": jnp.float32(0.1), "w2": per_step(0.1, 0.2)}, 0.9)
+    gradient = jax.jit(jax.grad(lambda o: NET.value(trained(o).params)))(optimizer)
+    assert isinstance(gradient, hg.HeavyBall)
+    assert jax.tree.structure(gradient) == jax.tree.structure(optimizer)
+    assert gradient.learning_rate["w2"].values.shape == (STEPS,)
+    assert gradient.momentum != 0
+
+
+DIFFERENTIATED = {
+    "HeavyBall": lambda: hg.HeavyBall(per_step(0.05, 0.1), {"w1": 0.9, "w2": per_step(0.5, 0.9)}),
+    "Adam": lambda: Adam(per_step(0.1, 0.05), per_step(0.8, 0.95), {"w1": 0.99, "w2": per_step(0.9, 0.99)}),
+    "AdamW": lambda: AdamW(per_step(0.1, 0.05), 0.9, 0.99, 1e-3, {"w1": 0.5, "w2": per_step(0.1, 1.0)}),
+    "RMSProp": lambda: RMSProp(0.02, per_step(0.8, 0.95), {"w1": 0.9, "w2": per_step(0.9, 0.99)}),
+    "Shampoo": lambda: Shampoo(per_step(0.1, 0.05), per_step(0.8, 0.95), {"w1": 0.9, "w2": per_step(0.9, 0.99)}),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_derivatives_by_reversal_are_those_of_the_unrolled_run(name: str) -> None:
+    def objective(adjoint: Any, optimizer: Any, params: Any, theta: Any) -> jax.Array:
+        run = hg.train(NET.loss, params, optimizer, NET.batches(STEPS), theta=theta, adjoint=adjoint)
+        curve = jnp.sum(run.losses * jnp.cos(jnp.arange(STEPS)))
+        return NET.value(run.params) + curve + sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(run.state))
+
+    with jax.enable_x64(True):
+        optimizer = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), DIFFERENTIATED[name]())
+        arguments = optimizer, NET.params(jnp.float64), NET.theta(jnp.float64)
+        both = [
+            jax.jit(jax.grad(functools.partial(objective, adjoint), argnums=(0, 1, 2)))(*arguments)
+            for adjoint in (hg.Reversible(), hg.Unrolled())
+        ]
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(both[0]), jax.tree.leaves(both[1]), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert np.linalg.norm(y) > 0, jax.tree_util.keystr(path)
+        assert np.linalg.norm(x - y) <= 1e-8 * np.linalg.norm(y), jax.tree_util.keystr(path)
+
+
+ADAPTIVE = {"Adam": Adam(0.03), "AdamW": AdamW(0.03), "RMSProp": RMSProp(0.01), "Shampoo": Shampoo(0.02)}
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_adaptive_training_runs_backwards_in_float32(name: str) -> None:
+    net, steps = network("layer norm"), 100
+
+    def value(optimizer: Any) -> jax.Array:
+        run = hg.train(net.loss, net.params(), optimizer, net.batches(steps), theta=net.theta())
+        return net.value(run.params)
+
+    optimizer = jax.tree.map(jnp.float32, ADAPTIVE[name])
+    assert hg.check_reversal(net.loss, net.params(), optimizer, net.batches(steps), theta=net.theta()).exact
+    assert all(jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(jax.jit(jax.grad(value))(optimizer)))
+
+
+@pytest.mark.parametrize("name", ["Adam", "RMSProp"])
+def test_a_weight_without_gradient_stays_and_harms_nothing(name: str) -> None:
+    def value(optimizer: Any) -> jax.Array:
+        params = {"used": jnp.ones(2), "unused": jnp.ones(2)}
+        loss = lambda p, _, batch: jnp.sum((p["used"] - batch) ** 2)  # noqa: E731
+        run = hg.train(loss, params, optimizer, hg.full_batch(jnp.zeros(2)), steps=3)
+        return jnp.sum(run.params["used"] ** 2) + jnp.sum(run.params["unused"])
+
+    optimizer = jax.tree.map(jnp.float32, ADAPTIVE[name])
+    gradient = jax.jit(jax.grad(value))(optimizer)
+    assert all(jnp.isfinite(g) for g in jax.tree.leaves(gradient))
+    assert gradient.learning_rate < 0
+
+
+def test_the_root_that_shampoo_takes_has_its_derivative() -> None:
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        half = jnp.asarray(rng.normal(size=(4, 4)))
+        a = half @ half.T + jnp.eye(4)
+        root = inverse_fourth_root(a)
+        np.testing.assert_allclose(root @ root @ root @ root @ a, np.eye(4), atol=1e-12)
+        symmetric = lambda x: inverse_fourth_root((x + x.T) / 2)  # noqa: E731
+        for matrix in (a, jnp.eye(4)):  # the second has one eigenvalue four times
+            check_grads(symmetric, (matrix,), order=1, modes=["fwd", "rev"])
+
+
+STILL = Link("params", lambda h, z: h.learning_rate * z.velocity)
+LEAK = Link("velocity", lambda h, z, g: -g, decay="momentum")
+
+
+def chained(*links: Link) -> type[Optimizer]:
+    return type("Rule", (hg.SGD,), {"__module__": __name__, "__annotations__": {}, "chain": links, "linear": False})
+
+
+@pytest.mark.parametrize(
+    ("links", "message"),
+    [
+        ((LEAK,), "the last called `params`; got \\['velocity'\\]"),
+        ((STILL, LEAK), "the last called `params`"),
+        ((LEAK, LEAK, STILL), "different names"),
+        ((STILL,), "plain SGD would: that step has no explicit inverse. Use momentum"),
+        ((LEAK._replace(denominator=1000), STILL), "link `velocity`: denominator must be a power of two .* got 1000"),
+        ((LEAK._replace(denominator=2**25), STILL), "from 2 to 2\\^24"),
+    ],
+)
+def test_chains_that_cannot_be_reversed_are_refused(links: tuple[Link, ...], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        chained(*links)
+
+
+@pytest.mark.parametrize(
+    ("links", "message"),
+    [
+        ((LEAK._replace(increment=lambda h, z, g: -z.velocity * g), STILL), "`velocity` reads `velocity`, .* own value"),
+        ((LEAK, STILL._replace(increment=lambda h, z: z.params)), "`params` reads `params`, .* it has: velocity"),
+        ((LEAK._replace(increment=lambda h, z, g: h.rate * g), STILL), "`velocity` reads `rate`, .* learning_rate, mom"),
+    ],
+)
+def test_an_increment_that_reads_what_it_may_not_says_why(links: tuple[Link, ...], message: str) -> None:
+    with pytest.raises(AttributeError, match=message):
+        trained(chained(*links)(0.1, 0.9))
+
+
+def test_an_increment_of_the_parameters_takes_no_gradient() -> None:
+    rule = chained(LEAK, STILL._replace(increment=lambda h, z, g: -h.learning_rate * g))
+    with pytest.raises(TypeError):
+        trained(rule(0.1, 0.9))

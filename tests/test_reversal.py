@@ -1,0 +1,152 @@
+"""Reversal is exact: for each kind of network, eagerly, under jit and vmap; and the certificate notices when it is not."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import NETWORKS, Network, network
+
+import hypergrad as hg
+import hypergrad._train
+from hypergrad.adjoints import reversible
+from hypergrad.exact import DEVICE
+from hypergrad.loop import step
+
+
+STEPS = 300
+HEAD_BITS = 64
+KINDS = tuple(name for name in NETWORKS if name != "tanh")
+MOMENTUM = np.random.default_rng(0).uniform(0.5, 0.995, STEPS).astype(np.float32)
+
+
+def sgd(learning_rate: Any = 0.2) -> hg.SGD:
+    return hg.SGD(learning_rate, hg.PerStep(jnp.asarray(MOMENTUM)))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_training_runs_backwards_to_its_first_bits(name: str) -> None:
+    net = network(name)
+    certificate = hg.check_reversal(net.loss, net.params(), sgd(), net.batches(STEPS), theta=net.theta())
+    assert certificate.exact
+    assert certificate.first_mismatch is None
+    ideal = -np.log2(np.round(MOMENTUM * 2.0**16) / 2**16).sum()
+    assert certificate.ideal_bits_per_parameter_step * STEPS == pytest.approx(ideal, rel=1e-5)
+    assert ideal <= certificate.bits_per_parameter_step * STEPS <= 1.01 * ideal + HEAD_BITS
+
+
+def value_after(net: Network, learning_rate: jax.Array, theta: Any, key: jax.Array) -> jax.Array:
+    trained = hg.train(net.loss, net.params(), sgd(learning_rate), net.drawn(key, STEPS), theta=theta)
+    return net.value(trained.params)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("lanes", [0, 2], ids=["jit", "vmap"])
+def test_the_certificate_holds_in_compiled_gradients(name: str, lanes: int) -> None:
+    """A reversal that is not exact raises from compiled code, and its gradient is NaN."""
+    net, key = network(name), jax.random.key(3)
+    gradient = jax.grad(functools.partial(value_after, net), argnums=(0,) if lanes else (0, 1))
+    if lanes:
+        gradient, key = jax.vmap(gradient, (None, None, 0)), jax.random.split(key, lanes)
+    gradients = jax.jit(gradient)(jnp.float32(0.2), net.theta(), key)
+    assert all(jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(gradients))
+
+
+# From here on, one matrix is trained for a few steps, and not always honestly.
+
+DATA = np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32)
+INPUTS = ("params", "velocity", "learning_rate", "momentum", "theta")
+
+
+def loss(w: jax.Array, theta: jax.Array, batch: jax.Array) -> jax.Array:
+    return jnp.mean((batch @ w - 1) ** 2) + jnp.sum(theta * w**2)
+
+
+def gradients(batches: Callable[[Any], Any], *inputs: str, **options: Any) -> Any:
+    """Of the sum of the trained weights, in some of `INPUTS`; compiled, each time anew."""
+
+    def function(w: Any, velocity: Any, learning_rate: Any, momentum: Any, theta: Any) -> jax.Array:
+        optimizer, state = hg.SGD(learning_rate, momentum), {"velocity": velocity}
+        fresh = lambda *arguments: loss(*arguments)  # noqa: E731
+        return jnp.sum(hg.train(fresh, w, optimizer, batches, theta=theta, state=state, steps=3, **options).params)
+
+    w = jnp.ones(3)
+    argnums = tuple(INPUTS.index(name) for name in inputs)
+    return jax.grad(jax.jit(function), argnums)(w, w / 10, jnp.float32(0.1), jnp.float32(0.9), w / 100)
+
+
+def changing() -> Callable[[Any], Any]:
+    """Another batch for each pass: Python runs this once for every program that is traced."""
+    calls = itertools.count(1)
+    return lambda t: DATA * next(calls)
+
+
+def assert_all_nan(tree: Any) -> None:
+    assert all(jnp.all(jnp.isnan(x)) for x in jax.tree.leaves(tree))
+
+
+@pytest.fixture
+def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Nothing compiled before a patch is used under it, nor the other way round."""
+    jax.clear_caches()
+    yield monkeypatch
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+def test_a_batch_function_that_changes_is_found_out() -> None:
+    certificate = hg.check_reversal(loss, jnp.ones(3), hg.SGD(0.1), changing(), theta=jnp.ones(3), steps=3)
+    assert not certificate.exact
+    assert certificate.first_mismatch.cause == "batch"
+    assert certificate.first_mismatch.step == 2
+
+
+def test_a_batch_function_that_changes_has_no_gradient() -> None:
+    function = lambda a: jnp.sum(hg.train(loss, jnp.ones(3), hg.SGD(a), changing(), theta=jnp.ones(3), steps=3).params)  # noqa: E731
+    with pytest.raises(hg.ReversalError, match="did not return to the initial bits of velocity"):
+        jax.grad(function)(0.1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="hypergrad.ReversalError: the reversed run did not return"):
+        jax.block_until_ready(gradients(changing(), "params"))
+
+
+def test_an_honest_run_has_finite_gradients() -> None:
+    assert all(jnp.all(jnp.isfinite(g)) for g in gradients(hg.full_batch(DATA), *INPUTS, throw=False))
+
+
+@pytest.mark.parametrize("inputs", [INPUTS, *((name,) for name in INPUTS)], ids=lambda names: " ".join(names))
+def test_every_gradient_is_nan_when_reversal_fails(inputs: tuple[str, ...]) -> None:
+    """Each alone too: a check tied to one gradient would be dead code where only another is asked for."""
+    assert_all_nan(gradients(changing(), *inputs, throw=False))
+
+
+@pytest.mark.parametrize("masked", [0, 1, 2], ids=["values", "hyperparameters", "theta"])
+def test_a_flag_tied_to_some_gradients_is_caught(masked: int, patch: pytest.MonkeyPatch) -> None:
+    mask = reversible.mask
+    lying = lambda ok, tree: tuple(mask(ok, x) if i == masked else x for i, x in enumerate(tree))  # noqa: E731
+    patch.setattr(reversible, "mask", lying)
+    with pytest.raises(AssertionError):
+        assert_all_nan(gradients(changing(), *INPUTS, throw=False))
+
+
+def test_an_inverse_off_by_a_quantum_is_caught(patch: pytest.MonkeyPatch) -> None:
+    subtract = step.subtract
+    patch.setattr(step, "subtract", lambda *arguments: subtract(*arguments) + 1)
+    with pytest.raises(AssertionError, match="unstep did not undo step 19: .* off by up to 1 quanta"):
+        hg.testing.check_inverse(hg.SGD(0.1))
+    assert_all_nan(gradients(hg.full_batch(DATA), *INPUTS, throw=False))
+    assert not hg.check_reversal(loss, jnp.ones(3), hg.SGD(0.1), hg.full_batch(DATA), theta=jnp.ones(3), steps=3).exact
+
+
+def test_a_digit_lost_by_the_buffer_is_caught(patch: pytest.MonkeyPatch) -> None:
+    multiply_by = DEVICE.multiply_by
+
+    def lossy(*arguments: Any) -> Any:
+        buffer, c = multiply_by(*arguments)
+        return buffer._replace(head=buffer.head & ~1), c
+
+    patch.setattr(hypergrad._train, "DEVICE", DEVICE._replace(multiply_by=lossy))
+    assert_all_nan(gradients(hg.full_batch(DATA), *INPUTS, throw=False))
