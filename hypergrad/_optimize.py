@@ -137,7 +137,7 @@ class _Evaluation:
             self.ledger.failure = self.ledger.failure or error.status
         failure = self.ledger.failure
         if failure is not None and int(failure.code) == BUFFER_FULL and int(failure.words) > self.ledger.capacity:
-            self.ledger.capacity = int(failure.words)
+            self.ledger.capacity = -(-5 * int(failure.words) // 4)  # a quarter more: learned decays drift
             self.compiled = self._compile()
             return self(learned, key)
         return value, grads, failure.error() if failure is not None else None
