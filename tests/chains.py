@@ -19,7 +19,7 @@ def _safe_sqrt(x: jax.Array) -> jax.Array:
 
 
 def _bias_correction(b: jax.Array, steps: int) -> jax.Array:
-    """1 - b_1 ... b_t at step t, by which a decaying mean that starts at zero falls short: [steps | 1, ..] -> [steps, ..]."""
+    """1 - b_1 ... b_t at step t: by what a decaying mean that starts at zero falls short. [steps | 1, ..] -> [steps, ..]"""
     return 1 - jnp.cumprod(jnp.broadcast_to(b, (steps, *b.shape[1:])), axis=0)
 
 
