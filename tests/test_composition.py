@@ -134,23 +134,3 @@ def test_state_continues_a_run():
     rest = run(half.params, 10, half.state)
     for x, y in zip(jax.tree.leaves(rest.params), jax.tree.leaves(whole.params), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
-
-
-def test_heavy_ball_is_sgd_with_another_learning_rate():
-    optimizers = [hg.HeavyBall(0.03, 0.875), hg.SGD(0.03 / (1 - 0.875), 0.875)]
-    data = hg.full_batch(NETWORK.data)
-    a, b = (
-        hg.train(NETWORK.loss, NETWORK.params(), opt, data, theta=NETWORK.theta(), steps=STEPS).params for opt in optimizers
-    )
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
-
-
-def test_the_gradient_of_an_optimizer_is_an_optimizer():
-    def f(sgd):
-        run = hg.train(NETWORK.loss, NETWORK.params(), sgd, hg.full_batch(NETWORK.data), theta=NETWORK.theta(), steps=3)
-        return NETWORK.value(run.params)
-
-    gradient = jax.grad(f)(hg.SGD(hg.PerStep(jnp.full(3, 0.1)), jnp.float32(0.9)))
-    assert isinstance(gradient, hg.SGD) and gradient.learning_rate.values.shape == (3,)
-    assert bool(jnp.all(gradient.learning_rate.values < 0)) and gradient.momentum.shape == ()
