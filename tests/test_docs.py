@@ -106,7 +106,7 @@ def test_every_public_name_is_documented(name: str) -> None:
 def test_every_error_is_documented() -> None:
     page = (ROOT / "docs" / "errors.md").read_text()
     for error in (hg.HypergradError, *hg.HypergradError.__subclasses__()):
-        assert f"`hg.{error.__name__}`" in page, f"docs/errors.md lacks `hg.{error.__name__}`"
+        assert f"`hg.{error.__qualname__}`" in page, f"docs/errors.md lacks `hg.{error.__qualname__}`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from hypergrad.exact import decode, substitute
 from hypergrad.loop.problem import Inputs, Problem, join_steps, schedules, split_steps, turns_of
 from hypergrad.loop.status import Outcome, assess
-from hypergrad.loop.step import Exact, Values, advance, increment, start
+from hypergrad.loop.step import Exact, Rule, Turns, Values, advance, increment, increments, isolated, start
 from hypergrad.optimizers.chain import PARAMS
 
 
@@ -74,11 +74,13 @@ def _run(problem: Problem, inputs: Inputs, scan: Scan) -> Outcome:
             h = join_steps(constant, stepped)
             decoded = rule.decoded(state.z, rule.chain[-1])
             w = [substitute(s.astype(d.dtype), d) for s, d in zip(shadow[PARAMS], decoded, strict=True)]
-            value, g = problem.gradient(w, inputs.theta, inputs.frozen, t)
+            value, g = _same_bits(rule, turns, problem.gradient, w, inputs.theta, inputs.frozen, t)
             for link in rule.chain:
                 others = [{k.name: shadow[k.name][j] for k in rule.chain if k is not link} for j in rule.leaves]
                 updates = [increment(link, h[j], others[j], g[j]) for j in rule.leaves]
-                state = advance(rule, link, state, jax.lax.stop_gradient(h), turns, jax.lax.stop_gradient(updates))
+                h_now, g_now = jax.lax.stop_gradient((h, g))
+                exact = increments(rule, link, state.z, h_now, turns, None if link.name == PARAMS else g_now)
+                state = advance(rule, link, state, h_now, turns, exact)
                 floats = rule.floats(state.z, link)
                 rho = [hj[link.decay] if link.decay else 1 for hj in h]
                 real = [r * s + u for r, s, u in zip(rho, shadow[link.name], updates, strict=True)]
@@ -102,6 +104,18 @@ def _run(problem: Problem, inputs: Inputs, scan: Scan) -> Outcome:
         magnitudes = jnp.concatenate([rule.all_magnitudes(state.z)[None], magnitudes])
         status = assess(problem, inputs.values, inputs.h, plan, magnitudes, losses, capacity)
         return Outcome(values, losses, jax.lax.stop_gradient(status))
+
+
+def _same_bits(rule: Rule, turns: Turns, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), its bits those of the forward pass of `Reversible` also where it is differentiated."""
+    real = function(*args)
+    if rule.linear:
+        return real
+    return jax.tree.map(substitute, real, isolated(rule, turns, function, *_stopped(args)))
+
+
+def _stopped(args: Any) -> Any:
+    return jax.tree.map(lambda x: jax.lax.stop_gradient(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x, args)
 
 
 def _checkpointed_scan(body: Any, carry: Any, xs: Any, checkpoints: int) -> tuple[Any, Any]:
