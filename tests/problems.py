@@ -74,13 +74,12 @@ def network(name: str = "tanh") -> Network:
     return Network(loss, apply, weights, data)
 
 
-def _two_layers(p: Any, x: Any) -> jax.Array:
-    return jnp.tanh(x.astype(p["w1"].dtype) @ p["w1"]) @ p["w2"]
+def _dense(activation: Callable[[jax.Array], jax.Array], p: Any, x: Any) -> jax.Array:
+    return activation(x.astype(p["w1"].dtype) @ p["w1"]) @ p["w2"]
 
 
-def _mlp(activation: Callable[[jax.Array], jax.Array], p: Any, x: Any) -> jax.Array:
-    hidden = activation(x.astype(p["w1"].dtype) @ p["w1"] + p["b1"])
-    return hidden @ p["w2"] + p["b2"]
+def _biased(activation: Callable[[jax.Array], jax.Array], p: Any, x: Any) -> jax.Array:
+    return activation(x.astype(p["w1"].dtype) @ p["w1"] + p["b1"]) @ p["w2"]
 
 
 def _layer_norm(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
@@ -88,14 +87,13 @@ def _layer_norm(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
     return centered * jax.lax.rsqrt(jnp.mean(centered**2, axis=-1, keepdims=True) + 1e-5) * scale + shift
 
 
-def _layer_norm_mlp(activation: Callable[[jax.Array], jax.Array], p: Any, x: Any) -> jax.Array:
-    hidden = _layer_norm(x.astype(p["w1"].dtype) @ p["w1"] + p["b1"], p["scale"], p["shift"])
-    return activation(hidden) @ p["w2"] + p["b2"]
+def _normed(activation: Callable[[jax.Array], jax.Array], p: Any, x: Any) -> jax.Array:
+    return activation(_layer_norm(x.astype(p["w1"].dtype) @ p["w1"], p["scale"], p["shift"])) @ p["w2"]
 
 
 def _attention(p: Any, x: Any) -> jax.Array:
-    x = x.astype(p["q"].dtype)
-    q, k, v = x @ p["q"], x @ p["k"], x @ p["v"]
+    x = x.astype(p["qkv"].dtype)
+    q, k, v = jnp.split(x @ p["qkv"], 3, axis=-1)
     mixed = jax.nn.softmax(jnp.einsum("nia,nja->nij", q, k) / WIDTH**0.5) @ v
     return jnp.mean(x + mixed, axis=1) @ p["out"]
 
@@ -119,20 +117,15 @@ def _words(rng: np.random.Generator) -> np.ndarray:
     return rng.integers(0, VOCABULARY, (EXAMPLES, TOKENS)).astype(np.int32)
 
 
-_DENSE = {"w1": (FEATURES, 8), "b1": (8,), "w2": (8, CLASSES), "b2": (CLASSES,)}
-_NORMED = {**_DENSE, "scale": (8,), "shift": (8,)}
-_SQUARE = (WIDTH, WIDTH)
+_MATRICES = {"w1": (FEATURES, 5), "w2": (5, CLASSES)}
+_NORMED = {**_MATRICES, "scale": (5,), "shift": (5,)}
 
 NETWORKS: dict[str, tuple[Any, dict[str, tuple[int, ...]], Any]] = {
-    "tanh": (_two_layers, {"w1": (FEATURES, 5), "w2": (5, CLASSES)}, _normal(FEATURES)),
-    "relu": (functools.partial(_mlp, jax.nn.relu), _DENSE, _normal(FEATURES)),
-    "gelu": (functools.partial(_mlp, jax.nn.gelu), _DENSE, _normal(FEATURES)),
-    "layer norm": (functools.partial(_layer_norm_mlp, jax.nn.gelu), _NORMED, _normal(FEATURES)),
-    "attention": (
-        _attention,
-        {"q": _SQUARE, "k": _SQUARE, "v": _SQUARE, "out": (WIDTH, CLASSES)},
-        _normal(TOKENS, WIDTH),
-    ),
+    "tanh": (functools.partial(_dense, jnp.tanh), _MATRICES, _normal(FEATURES)),
+    "relu": (functools.partial(_biased, jax.nn.relu), {**_MATRICES, "b1": (5,)}, _normal(FEATURES)),
+    "gelu": (functools.partial(_dense, jax.nn.gelu), _MATRICES, _normal(FEATURES)),
+    "layer norm": (functools.partial(_normed, jax.nn.gelu), _NORMED, _normal(FEATURES)),
+    "attention": (_attention, {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, CLASSES)}, _normal(TOKENS, WIDTH)),
     "convolution": (
         _convolution,
         {"kernel": (3, 3, 1, 4), "bias": (4,), "out": (4, CLASSES)},
