@@ -16,7 +16,7 @@ PACKAGE = pathlib.Path(hg.__file__).parent
 EXPERIMENTS = PACKAGE.parent / "experiments"
 
 # Importable by all of the rooms; themselves they import only each other and `exact`.
-GROUND = {"errors", "hypers", "batches", "_report"}
+GROUND = {"errors", "hypers", "schedules", "batches", "_report"}
 # Left to right: a room imports from its own and from rooms to its left.
 ROOMS = [
     {"exact"},
@@ -24,7 +24,7 @@ ROOMS = [
     {"loop"},
     {"adjoints"},
     {"_door", "_train", "_check"},
-    {"_optimize"},
+    {"_evaluate", "_descent", "_history", "_checkpoint", "_meta_loop", "_optimize"},
     {"callbacks", "plots", "testing"},
     {"hypergrad"},  # the package itself: what `import hypergrad` gives
     {"studies"},
@@ -34,8 +34,8 @@ PLACE = {name: place for place, room in enumerate(ROOMS) for name in room}
 PUBLIC = {
     "train", "Trained", "PerStep", "minibatches", "stacked", "full_batch",
     "SGD", "HeavyBall", "Reversible", "Unrolled", "Checkpointed",
-    "positive", "unit_interval", "bounded", "fixed", "natural",
-    "hypergradient", "optimize", "Result", "MetaStep", "callbacks",
+    "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots",
+    "hypergradient", "optimize", "restarts", "Result", "MetaStep", "callbacks",
     "check_reversal", "Certificate", "testing",
     "HypergradError", "ReversalError", "RangeError", "BufferFullError", "NonFiniteError",
 }  # fmt: skip
@@ -176,6 +176,7 @@ def test_fields_are_the_agreed_ones():
     assert hg.Result._fields == ("hypers", "best", "history")
     assert hg.MetaStep._fields == (
         "step", "value", "gradient_norm", "seconds", "status", "bits_per_parameter_step", "hypers",
+        "value_error", "gradient_error", "failed_seeds", "monitor",
     )  # fmt: skip
     agreed = {"exact", "first_mismatch", "bits_per_parameter_step", "ideal_bits_per_parameter_step", "max_abs"}
     assert agreed <= set(hg.Certificate._fields)

@@ -14,8 +14,9 @@ from jax import Array
 
 from hypergrad.errors import RangeError, decay_sentence
 from hypergrad.exact import default_fraction_bits, numerator, to_ratio
-from hypergrad.hypers import PerStep, describe
+from hypergrad.hypers import describe
 from hypergrad.optimizers.chain import Link, Optimizer
+from hypergrad.schedules import PerStep, spread
 
 
 def expand(optimizer: Optimizer, params: Any, steps: int, only: tuple[str, ...] | None = None) -> list[dict[str, Array]]:
@@ -94,6 +95,7 @@ def first_true(x: Array) -> Array:
 
 def _broadcast_prefix(name: str, value: Any, params: Any) -> list[Any]:
     is_per_step = lambda x: isinstance(x, PerStep)  # noqa: E731
+    value = spread(value)
     value = jax.tree.map(lambda x: jax.tree.map(PerStep, x.values) if is_per_step(x) else x, value, is_leaf=is_per_step)
     try:
         return jax.tree.leaves(jax.tree.broadcast(value, params, is_leaf=is_per_step), is_leaf=is_per_step)
