@@ -78,7 +78,7 @@ def _judge(trace: Trace, value: float, gradient_norm: float, runs: int) -> Diagn
     norms = trace.norms[PARAMS]
     steps = len(norms) - 1
     first = _first_finite(norms)
-    logs = np.log(np.maximum(norms[first:], np.finfo(norms.dtype).tiny))
+    logs = _logs(norms[first:])
     growth = float(np.exp(np.max(logs - np.minimum.accumulate(logs[::-1])[::-1]))) if len(logs) else math.nan
     exploding = growth >= GROWTH and bool(trace.status.ok)
     onset = until = None
@@ -106,7 +106,7 @@ def _unstable(norms: dict[str, np.ndarray], first: int) -> tuple[int, int]:
     falls. The mean found jumps of the learning rate to within 4 steps, the parameters to within 15 (momentum 0.9).
     """
     rate = math.log(GROWTH) / 2 / (len(norms[PARAMS]) - 1)
-    logs = {name: np.log(np.maximum(n[first:], np.finfo(n.dtype).tiny)) for name, n in norms.items()}
+    logs = {name: _logs(n[first:]) for name, n in norms.items()}
     _, until = _steepest(logs[PARAMS], rate)
     mean = np.mean([x[:until] for x in logs.values()], axis=0)  # without the end, where the other links start from zero
     onset, _ = _steepest(np.append(mean, mean[-1]), rate)
@@ -123,6 +123,12 @@ def _steepest(logs: np.ndarray, rate: float) -> tuple[int, int]:
         if sum_ > best:
             best, begin, end = sum_, a, t + 1
     return begin, end
+
+
+def _logs(norms: np.ndarray) -> np.ndarray:
+    """Logarithms, each the median of five: while parameters and velocity swing, a norm dips for a step or two."""
+    logs = np.log(np.maximum(norms, np.finfo(norms.dtype).tiny))
+    return np.median(np.lib.stride_tricks.sliding_window_view(np.pad(logs, 2, "edge"), 5), axis=1) if len(logs) else logs
 
 
 def _first_finite(norms: np.ndarray) -> int:

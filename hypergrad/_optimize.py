@@ -28,6 +28,8 @@ class MetaStep(NamedTuple):
     status: Status | None  # of the training run inside; None if there was none
     bits_per_parameter_step: float  # that its information buffer stored
     hypers: Any  # as stored (domains)
+    value_error: float = 0.0  # standard error of `value` over the seeds
+    monitor: float = math.nan  # value on a third split, if one is watched
 
 
 class Result(NamedTuple):
