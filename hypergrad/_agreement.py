@@ -46,7 +46,8 @@ class GradientCheck(NamedTuple):
         )
         return f"{self.verdict}: {numbers}{_CHECK_SENTENCES[self.verdict](self)}"
 
-    __str__ = explain
+    def __str__(self) -> str:
+        return self.explain()
 
 
 _CHECK_SENTENCES: dict[str, Callable[[GradientCheck], str]] = {
@@ -54,7 +55,8 @@ _CHECK_SENTENCES: dict[str, Callable[[GradientCheck], str]] = {
     "disagrees": lambda c: (
         f"They differ by {c.relative_error:.1g}, more than {c.tolerance:.1g} and more than the uncertainty: the gradient is "
         "not the derivative of this function. Look for jax.lax.stop_gradient, a custom derivative rule, rounding or "
-        "integers in `train_fn` or `val_fn`, values that depend on more than (hypers, key), and kinks such as a maximum."
+        "integers in `train_fn` or `val_fn`, values that depend on more than (hypers, key), and kinks such as a maximum. If "
+        "hg.diagnose calls the run exploding, it may be right all the same: differences see nothing finer than their steps."
     ),
     "the difference is too noisy to tell": lambda c: (
         "The differences do not settle, so they can neither confirm nor refute it. Compute in float64 (jax.enable_x64), "
@@ -78,7 +80,13 @@ class Smoothness(NamedTuple):
 
     def explain(self) -> str:
         """What that means for the meta-loop."""
-        moved_by = f"a step of {self.step:.3g} against the hypergradient changes the value by {self.ratio:.2f} of the prediction"
+        if math.isnan(self.ratio):
+            return (
+                f"rough: a step of {self.step:.3g} leads to hyperparameters with which training fails. Take a smaller one."
+            )
+        moved_by = (
+            f"a step of {self.step:.3g} against the hypergradient changes the value by {self.ratio:.2f} of the prediction"
+        )
         turned = f"the hypergradient at its end has cosine {self.cosine:.2f} with the first"
         reach = f"predictions hold to 10 % up to steps of {self.trusted_step:.2g}"
         reach = reach if self.trusted_step else f"no prediction holds to 10 %, down to steps of {self.sizes[0]:.2g}"
@@ -89,7 +97,8 @@ class Smoothness(NamedTuple):
             cure += ", or make training smoother: lower its learning rate or take fewer steps (hg.diagnose says where)"
         return f"rough: {moved_by}, and {turned}; {reach}. {cure}."
 
-    __str__ = explain
+    def __str__(self) -> str:
+        return self.explain()
 
 
 def check_gradient(
@@ -175,9 +184,7 @@ def check_smoothness(
     return Smoothness(step, float(ratios[5]), cosine, same_sign, trusted, sizes, predicted, actual)
 
 
-def _ends(
-    train_fn: Any, val_fn: Any, there: Any, fixed: Any, key: Array | None, slopes: Any
-) -> tuple[float, float]:
+def _ends(train_fn: Any, val_fn: Any, there: Any, fixed: Any, key: Array | None, slopes: Any) -> tuple[float, float]:
     """(cosine, share of |g| that keeps its sign) between the hypergradient here and there; NaN if there is none there."""
     try:
         _, gradient = hypergradient(train_fn, val_fn, eqx.combine(there, fixed), key)
@@ -205,7 +212,7 @@ def _value(train_fn: Any, val_fn: Any, hypers: Any, key: Array | None) -> Callab
 
 
 def _units(hypers: Any) -> Any:
-    """What a step of 1 means for each learned leaf: 1 inside a domain, about its magnitude (a power of two) for a bare one."""
+    """What a step of 1 means for each learned leaf: 1 in a domain, its magnitude (down to a power of two) for a bare one."""
 
     def unit(x: Any) -> Any:
         if is_domain(x):

@@ -49,15 +49,16 @@ class Diagnosis(NamedTuple):
         of = "" if self.runs == 1 else f" (the worst of {self.runs} training runs)"
         return f"{self.verdict}{of}: {_SENTENCES[self.verdict](self)}"
 
-    __str__ = explain
+    def __str__(self) -> str:
+        return self.explain()
 
 
 def diagnose(
     train_fn: Callable[[Any, Array], Any], val_fn: Callable[[Any], Array], hypers: Any, key: Array | None = None
 ) -> Diagnosis:
-    """|d val_fn / d (state before step t)|, t = 0..steps, along one reverse pass, and a verdict; arguments of `hypergradient`.
+    """|d val_fn / d (state before step t)|, t = 0..steps, along one reverse pass, and a verdict.
 
-    A run that fails or a derivative that overflows is a result, not an error. "exploding": the norm for the parameters
+    The arguments of `hg.hypergradient`. A run that fails or a derivative that overflows is a result, not an error. "exploding": the norm for the parameters
     grows at least 100 times going backwards, the mark of training at the edge of chaos (thesis, section 6.4).
     "vanishing": before some step it is below a millionth of its maximum. Of several runs inside `train_fn`, or under its
     vmap, the worst is returned. Only runs with `hg.Reversible` can be looked into; ValueError if there is none.

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hypergrad.exact import MOMENTUM_DENOMINATOR, numerator, schedule
@@ -119,12 +120,12 @@ def cotangents(diagnosis: Any, ax: Any = None) -> Any:
 def buffer(decays: Any, steps: int | None = None, ax: Any = None) -> Any:
     """Memory of the information buffer against the step, bits per parameter, and what theory asks for (dashed).
 
-    decays: a number, a schedule ([steps] or `PerStep`), a sequence of those, or {label: one of those}; numbers need
+    decays: a number, a schedule (array [steps] or `PerStep`), a list of those, or {label: one of those}; numbers need
     `steps`. Solid: an int64 head and the 32-bit words that have left it. Dashed: the sum of log2(1/decay).
     """
     ax, decays = _axes(ax), natural(decays)
-    plain = isinstance(decays, PerStep) or np.ndim(decays) == 0
-    runs = decays if isinstance(decays, Mapping) else {None: d for d in [decays]} if plain else dict(enumerate(decays))
+    listed = decays if isinstance(decays, (list, tuple)) else [decays]
+    runs = decays if isinstance(decays, Mapping) else dict(enumerate(listed))
     for (label, decay), style in zip(runs.items(), _styles(), strict=False):
         rho = np.asarray(decay.values if isinstance(decay, PerStep) else decay, np.float64)
         if rho.ndim == 0 and steps is None:
@@ -133,7 +134,7 @@ def buffer(decays: Any, steps: int | None = None, ax: Any = None) -> Any:
             raise ValueError(f"a decay is a number or an array [steps]; got shape {rho.shape} for steps={steps}.")
         name = label if isinstance(label, str) else f"decay {float(rho):g}" if rho.ndim == 0 else "schedule"
         with jax.enable_x64(True):
-            n = numerator(np.broadcast_to(rho, (steps or len(rho),)), MOMENTUM_DENOMINATOR)
+            n = numerator(jnp.broadcast_to(rho, (steps or len(rho),)), MOMENTUM_DENOMINATOR)
             turns = schedule(n, MOMENTUM_DENOMINATOR).turns
             words, ratio = np.asarray(turns.slot + turns.spills), np.asarray(n) / MOMENTUM_DENOMINATOR
         t = np.arange(1, len(ratio) + 1)
