@@ -58,10 +58,11 @@ def diagnose(
 ) -> Diagnosis:
     """|d val_fn / d (state before step t)|, t = 0..steps, along one reverse pass, and a verdict.
 
-    The arguments of `hg.hypergradient`. A run that fails or a derivative that overflows is a result, not an error. "exploding": the norm for the parameters
-    grows at least 100 times going backwards, the mark of training at the edge of chaos (thesis, section 6.4).
-    "vanishing": before some step it is below a millionth of its maximum. Of several runs inside `train_fn`, or under its
-    vmap, the worst is returned. Only runs with `hg.Reversible` can be looked into; ValueError if there is none.
+    The arguments of `hg.hypergradient`. A run that fails or a derivative that overflows is a result, not an error.
+    "exploding": the norm for the parameters grows at least 100 times going backwards, the mark of training at the edge of
+    chaos (thesis, section 6.4). "vanishing": before some step it is below a millionth of its maximum. Of several runs
+    inside `train_fn`, or under its vmap, the worst is returned. Only runs with `hg.Reversible` can be looked into;
+    ValueError if there is none.
     """
     learned, fixed = split_fixed(check_hypers(hypers))
     with probe() as traces:

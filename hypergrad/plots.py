@@ -15,6 +15,7 @@ import numpy as np
 
 from hypergrad.exact import MOMENTUM_DENOMINATOR, numerator, schedule
 from hypergrad.hypers import PerStep, natural
+from hypergrad.optimizers.chain import PARAMS
 
 
 # Okabe and Ito: told apart by colour-blind eyes too; from the seventh curve on the line is dashed.
@@ -105,7 +106,7 @@ def images(
 def cotangents(diagnosis: Any, ax: Any = None) -> Any:
     """Norm of each link's cotangent against the training step, of a `Diagnosis`; an unstable stretch is shaded."""
     ax = _axes(ax)
-    for (link, norms), style in zip(reversed(diagnosis.norms.items()), _styles(), strict=False):
+    for (link, norms), style in zip(sorted(diagnosis.norms.items(), key=lambda x: x[0] != PARAMS), _styles(), strict=False):
         ax.plot(np.where(norms > 0, norms, np.nan), label=link, **style)
     if diagnosis.onset is not None:
         label = "onset" if diagnosis.verdict == "exploding" else "no influence before"
