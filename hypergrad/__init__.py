@@ -1,9 +1,16 @@
 """Exact hypergradients: train a JAX model, run the training backwards bit for bit, learn its hyperparameters."""
 
 from hypergrad import callbacks as callbacks
+from hypergrad import plots as plots
 from hypergrad import testing as testing
+from hypergrad._agreement import GradientCheck as GradientCheck
+from hypergrad._agreement import Smoothness as Smoothness
+from hypergrad._agreement import check_gradient as check_gradient
+from hypergrad._agreement import check_smoothness as check_smoothness
 from hypergrad._check import Certificate as Certificate
 from hypergrad._check import check_reversal as check_reversal
+from hypergrad._diagnose import Diagnosis as Diagnosis
+from hypergrad._diagnose import diagnose as diagnose
 from hypergrad._history import MetaStep as MetaStep
 from hypergrad._meta_loop import Result as Result
 from hypergrad._optimize import hypergradient as hypergradient

@@ -34,7 +34,7 @@ class Evaluation:
     """f(h) = mean over seeds of val_fn(train_fn(natural(h), key)): compiled once, and again when a buffer must grow."""
 
     def __init__(self, train_fn: Any, val_fn: Any, monitor_fn: Any = None, *, seeds: int = 1, jit: bool = True) -> None:
-        self.objective = _objective(train_fn, val_fn, monitor_fn)
+        self.objective = objective(train_fn, val_fn, monitor_fn)
         self.seeds, self.jit, self.ledger = seeds, jit, Ledger()
         self._compile()
 
@@ -93,7 +93,8 @@ class Evaluation:
         return failure
 
 
-def _objective(train_fn: Any, val_fn: Any, monitor_fn: Any) -> Callable[[Any, Any, Array], tuple[Array, Array]]:
+def objective(train_fn: Any, val_fn: Any, monitor_fn: Any = None) -> Callable[[Any, Any, Array], tuple[Array, Array]]:
+    """(learned hypers, fixed hypers, key) -> (value, monitor), checked."""
     for name, function, example in (
         ("train_fn", train_fn, "train_fn(hypers, key)"),
         ("val_fn", val_fn, "val_fn(trained)"),
@@ -102,12 +103,12 @@ def _objective(train_fn: Any, val_fn: Any, monitor_fn: Any) -> Callable[[Any, An
         if not callable(function) and not (function is None and name == "monitor_fn"):
             raise TypeError(f"`{name}` must be a function {example}; got {type(function).__name__}.")
 
-    def objective(learned: Any, fixed: Any, key: Array) -> tuple[Array, Array]:
+    def evaluate(learned: Any, fixed: Any, key: Array) -> tuple[Array, Array]:
         trained = train_fn(natural(eqx.combine(learned, fixed)), key)
         monitor = jnp.nan if monitor_fn is None else _real_scalar("monitor_fn", monitor_fn(trained))
         return _real_scalar("val_fn", val_fn(trained)), jnp.asarray(monitor)
 
-    return objective
+    return evaluate
 
 
 def _real_scalar(name: str, value: Any) -> Array:

@@ -5,8 +5,9 @@ Invariant: `surface` returns a flag that every output is masked with, so that a 
 
 import contextlib
 import contextvars
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ def surface(status: Status, throw: bool) -> Array:
 
     Compiled code under a ledger only reports to it: who listens raises, with the class and without a detour through XLA.
     """
-    ledger = _LEDGER.get()
+    ledger, throw = _LEDGER.get(), throw and not probing()
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(status)):
         if ledger is not None:
             ledger.record(status, throw)
@@ -85,3 +86,41 @@ def surface(status: Status, throw: bool) -> Array:
 def mask(ok: Array, tree: Any) -> Any:
     """NaN in every float leaf where `ok` is False."""
     return jax.tree.map(lambda x: jnp.where(ok, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+class Trace(NamedTuple):
+    """One reverse pass, as a probe saw it."""
+
+    status: Status
+    losses: np.ndarray  # [steps]
+    norms: dict[str, np.ndarray]  # link -> norm of its cotangent before each step and at the end, float64 [steps + 1]
+
+
+# In the key of every jit cache: what was compiled without a probe is traced again under one, and the other way round.
+_PROBING = jax.make_user_context(False)
+_TRACES: list[Trace] = []  # not a context variable: JAX calls back from threads of its own
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@contextlib.contextmanager
+def probe() -> Iterator[list[Trace]]:
+    """Runs differentiated inside leave a `Trace` each, and none raises: a run that fails is a result, not an error."""
+    with _ONE_AT_A_TIME:
+        _TRACES.clear()
+        with _PROBING(True):
+            yield _TRACES
+            jax.effects_barrier()
+
+
+def probing() -> bool:
+    return bool(_PROBING.value)
+
+
+def trace(status: Status, losses: Array, norms: dict[str, Array]) -> None:
+    """Leave a `Trace` with the probe, from compiled code too; one for each element of a batch."""
+    with jax.enable_x64(True):
+        jax.debug.callback(_keep, status, losses, norms)
+
+
+def _keep(status: Status, losses: Any, norms: Any) -> None:
+    _TRACES.append(Trace(*jax.tree.map(np.asarray, (status, losses, norms))))

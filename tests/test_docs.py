@@ -89,10 +89,10 @@ def test_promises_can_be_broken(promised: str, printed: str, same: bool) -> None
 
 
 def public_names() -> list[str]:
-    """What `hypergrad/__init__.py` exports, and what its two public modules define."""
+    """What `hypergrad/__init__.py` exports, and what its public modules define."""
     tree = ast.parse((ROOT / "hypergrad" / "__init__.py").read_text())
     names = [alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
-    for module in (hg.callbacks, hg.testing):
+    for module in (hg.callbacks, hg.plots, hg.testing):
         own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__ and n[0] != "_"]
         names += [f"{module.__name__.removeprefix('hypergrad.')}.{name}" for name in own]
     return names

@@ -25,6 +25,7 @@ ROOMS = [
     {"adjoints"},
     {"_door", "_train", "_check"},
     {"_evaluate", "_descent", "_history", "_checkpoint", "_meta_loop", "_optimize"},
+    {"_diagnose", "_agreement", "_differences"},
     {"callbacks", "plots", "testing"},
     {"hypergrad"},  # the package itself: what `import hypergrad` gives
     {"studies"},
@@ -36,7 +37,8 @@ PUBLIC = {
     "SGD", "HeavyBall", "Reversible", "Unrolled", "Checkpointed",
     "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots",
     "hypergradient", "optimize", "restarts", "Result", "MetaStep", "callbacks",
-    "check_reversal", "Certificate", "testing",
+    "check_reversal", "Certificate", "testing", "plots",
+    "diagnose", "Diagnosis", "check_gradient", "GradientCheck", "check_smoothness", "Smoothness",
     "HypergradError", "ReversalError", "RangeError", "BufferFullError", "NonFiniteError",
 }  # fmt: skip
 
@@ -140,6 +142,7 @@ def test_public_names_are_the_agreed_ones():
 def test_names_inside_public_modules():
     assert {"Progress", "StopOnGrowth", "JsonLines"} <= set(vars(hg.callbacks))
     assert {"check_inverse", "check_hypergradient"} <= set(vars(hg.testing))
+    assert {"learning", "schedules", "images", "cotangents", "buffer"} <= set(vars(hg.plots))
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC) + ["callbacks.Progress", "callbacks.StopOnGrowth", "callbacks.JsonLines"])
@@ -160,7 +163,8 @@ def test_signatures_are_the_agreed_ones():
     assert names_of(hg.train) == [
         "loss", "params", "optimizer", "batches", "theta", "steps", "state", "adjoint", "throw",
     ]  # fmt: skip
-    assert names_of(hg.hypergradient) == ["train_fn", "val_fn", "hypers", "key"]
+    for function in (hg.hypergradient, hg.diagnose, hg.check_gradient, hg.check_smoothness):
+        assert names_of(function)[:4] == ["train_fn", "val_fn", "hypers", "key"]
     assert names_of(hg.optimize)[:3] == ["train_fn", "val_fn", "hypers"]
     assert {"meta_steps", "meta_optimizer", "key", "callbacks", "jit", "skip_nonfinite"} <= set(names_of(hg.optimize))
     assert names_of(hg.minibatches) == ["data", "batch_size", "key", "replacement"]

@@ -79,8 +79,11 @@ def gradient_cotangent(rule: Rule, z: Values, dz: Values, h: Hypers, w: list[Arr
 
 def reverse(
     problem: Problem, inputs: Inputs, end: Exact, turns: Any, ct: Cotangents, dlosses: Array | None
-) -> tuple[Exact, Cotangents]:
-    """From the last state to the first, and the cotangents of all inputs. Call it inside `jax.enable_x64(True)`."""
+) -> tuple[Exact, Cotangents, dict[str, Array] | None]:
+    """From the last state to the first, and the cotangents of all inputs. Call it inside `jax.enable_x64(True)`.
+
+    Also, of a probed problem, the norm of each link's cotangent before every step and at the end: float64 [steps + 1].
+    """
     rule = problem.rule
     *others, params = rule.chain
     constant, stepped = split_steps(inputs.h, problem.steps)
@@ -118,15 +121,18 @@ def reverse(
             dtheta = jax.tree.map(lambda a, b: a + dloss * b, dtheta, g_theta)
         dstepped = [{k: dh[k] for k in hj} for dh, hj in zip(ct.h, stepped, strict=True)]
         dconstant = [{k: dh[k] + old[k] for k in old} for dh, old in zip(ct.h, dconstant, strict=True)]
-        return (state, ({**ct.z, PARAMS: dw}, dconstant, dtheta)), dstepped
+        dz = {**ct.z, PARAMS: dw}
+        return (state, (dz, dconstant, dtheta)), (dstepped, _norms(dz) if problem.probed else None)
 
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns, dlosses)
     carry = (end, (ct.z, jax.tree.map(jnp.zeros_like, constant), ct.theta))
     consts = (constant, inputs.theta, inputs.frozen)
-    (start, (dz, dconstant, dtheta)), dstepped = problem.run(body, consts, carry, xs, reverse=True)
+    (start, (dz, dconstant, dtheta)), (dstepped, norms) = problem.run(body, consts, carry, xs, reverse=True)
     dh = join_steps(jax.tree.map(lambda x: x[None], dconstant), dstepped)
     dh = [{k: d.reshape(hj[k].shape) for k, d in dj.items()} for dj, hj in zip(dh, inputs.h, strict=True)]
-    return start, Cotangents(dz, dh, dtheta)
+    if problem.probed:
+        norms = jax.tree.map(lambda before, last: jnp.append(before, last), norms, _norms(ct.z))
+    return start, Cotangents(dz, dh, dtheta), norms
 
 
 def _first_order(problem: Problem, with_theta: bool) -> Callable[..., tuple[list[Array], list[Array] | None]]:
@@ -141,6 +147,11 @@ def _along(problem: Problem, first_order: Callable[..., Any], w: list[Array], u:
     """Forward over reverse: ((g, g_theta), (H u, (d_theta g)^T u)) from one jvp, without residuals of residuals."""
     with jax.enable_x64(problem.x64):
         return settled(jax.jvp(first_order, (settled(w),), (settled(u),)))
+
+
+def _norms(dz: Values) -> dict[str, Array]:
+    # In float64: the square of an exploding float32 would overflow long before the cotangent does.
+    return {name: jnp.sqrt(sum(jnp.sum(x.astype(jnp.float64) ** 2) for x in leaves)) for name, leaves in dz.items()}
 
 
 def _plus(a: Any, b: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
-from hypergrad._report import current_ledger, mask, surface
+from hypergrad._report import current_ledger, mask, probing, surface, trace
 from hypergrad.adjoints.backward import Cotangents, reverse
 from hypergrad.errors import OK, REVERSAL, Status
 from hypergrad.exact import WORD_BITS, words_needed
@@ -61,6 +61,8 @@ class Reversible:
         return self.driver or "scan"
 
     def run(self, problem: Problem, inputs: Inputs) -> Outcome:
+        if probing():
+            problem = dataclasses.replace(problem, probed=True, throw=False)
         return _run(problem, self.capacity, *inputs)
 
 
@@ -73,6 +75,7 @@ def _run(problem: Problem, capacity: int | None, values: Any, h: Any, theta: Any
 class Residuals(NamedTuple):
     inputs: Inputs
     end: Exact
+    losses: Array
     status: Status
     with_theta: "_Flag"
 
@@ -94,15 +97,18 @@ def _run_fwd(problem: Problem, capacity: int | None, *inputs: Any) -> tuple[Outc
     outcome, end = _forward(problem, words, arrays)
     if problem.throw and concrete(outcome.status) and not outcome.status.ok:
         raise outcome.status.error()  # here it is known; outside, an eager jax.grad makes a tracer of it
-    return outcome, Residuals(arrays, end, outcome.status, _Flag(any(jax.tree.leaves(perturbed.theta))))
+    return outcome, Residuals(arrays, end, outcome.losses, outcome.status, _Flag(any(jax.tree.leaves(perturbed.theta))))
 
 
 def _run_bwd(problem: Problem, capacity: int | None, residuals: Residuals, ct: Outcome) -> tuple[Any, ...]:
     inputs = residuals.inputs
     dvalues = jax.tree.map(_dense, ct.values, is_leaf=_is_zero)
     dlosses = None if _is_zero(ct.losses) else ct.losses
-    gradients, intact = _backward(problem, inputs, residuals.end, dvalues, dlosses, residuals.with_theta.value)
-    ok = surface(_certificate(residuals.status, intact), problem.throw)
+    gradients, intact, norms = _backward(problem, inputs, residuals.end, dvalues, dlosses, residuals.with_theta.value)
+    status = _certificate(residuals.status, intact)
+    if problem.probed:
+        trace(status, residuals.losses, norms)
+    ok = surface(status, problem.throw)
     dvalues, dh, dtheta = mask(ok, gradients)
     return dvalues, dh, dtheta, None
 
@@ -162,16 +168,16 @@ def _backward(problem: Problem, inputs: Inputs, end: Exact, dvalues: Any, dlosse
 
 def _backward_pass(
     problem: Problem, with_theta: bool, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any
-) -> tuple[tuple[Any, Any, Any], Array]:
+) -> tuple[tuple[Any, Any, Any], Array, dict[str, Array] | None]:
     rule = problem.rule
     dz = {name: [d.astype(t) for d, t in zip(ds, rule.dtypes, strict=True)] for name, ds in dvalues.items()}
     dtheta = jax.tree.map(jnp.zeros_like, inputs.theta) if with_theta else None
     dh = [{k: jnp.zeros_like(x) for k, x in hj.items()} for hj in inputs.h]
     turns = turns_of(schedules(problem, inputs.h))
-    first, ct = reverse(problem, inputs, end, turns, Cotangents(dz, dh, dtheta), dlosses)
+    first, ct, norms = reverse(problem, inputs, end, turns, Cotangents(dz, dh, dtheta), dlosses)
     gradients = jax.tree.map(lambda d, x: d.astype(x.dtype), ct.z, inputs.values)
     zeros = jax.tree.map(jnp.zeros_like, inputs.theta)
-    return (gradients, ct.h, zeros if ct.theta is None else ct.theta), returned(rule, inputs.values, first)
+    return (gradients, ct.h, zeros if ct.theta is None else ct.theta), returned(rule, inputs.values, first), norms
 
 
 _jitted_backward = jax.jit(_backward_pass, static_argnums=(0, 1))

@@ -62,6 +62,7 @@ class Problem:
     labels: Labels
     words: tuple[int | None, ...]  # per link: buffer words per parameter, where its decay is known beforehand
     throw: bool
+    probed: bool = False  # whether the reverse pass also gives the norms of its cotangents
 
     def value(self, w: list[Array], theta: list[Array], frozen: list[Any], t: Array) -> Array:
         with jax.enable_x64(self.x64):
