@@ -36,6 +36,32 @@ from hypergrad.hypers import positive as positive
 from hypergrad.hypers import scatter as scatter
 from hypergrad.hypers import unit_interval as unit_interval
 from hypergrad.optimizers import SGD as SGD
+from hypergrad.optimizers import Adagrad as Adagrad
+from hypergrad.optimizers import Adam as Adam
+from hypergrad.optimizers import AdamW as AdamW
 from hypergrad.optimizers import HeavyBall as HeavyBall
+from hypergrad.optimizers import RMSProp as RMSProp
+from hypergrad.optimizers import add_decayed_weights as add_decayed_weights
+from hypergrad.optimizers import clip as clip
+from hypergrad.optimizers import clip_by_global_norm as clip_by_global_norm
+from hypergrad.optimizers import freeze as freeze
 from hypergrad.schedules import PerStep as PerStep
 from hypergrad.schedules import knots as knots
+
+
+_NOT_REVERSIBLE = {
+    "Nesterov": "hg.HeavyBall, or hg.SGD",
+    "NAdam": "hg.Adam",
+    "Lion": "hg.Adam, or hg.RMSProp",
+    "Adadelta": "hg.RMSProp",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _NOT_REVERSIBLE:
+        raise AttributeError(
+            f"hg.{name} does not exist: the rule has no exact inverse. Its step adds to the parameters something made of "
+            "the gradient at those very parameters, and undoing it would need that before they are recovered. Take "
+            f"{_NOT_REVERSIBLE[name]}: there the parameters move by accumulated values alone."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ from hypergrad.errors import OK
 from hypergrad.loop.forward import in_order, train_step
 from hypergrad.loop.problem import Inputs, Problem, join_steps, schedules, split_steps, turns_of
 from hypergrad.loop.status import assess, most_words
-from hypergrad.loop.step import Exact, isolated, returned, settled, start, unstep
+from hypergrad.loop.step import Exact, computed, returned, settled, start, unstep
 
 
 class Mismatch(NamedTuple):
@@ -91,7 +91,7 @@ def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
         constant, theta, frozen = consts
         t, stepped, turns = x
         h = join_steps(constant, stepped)
-        state = unstep(rule, state, h, turns, lambda w: isolated(rule, turns, gradient, settled(w), theta, frozen, t)[1])
+        state = unstep(rule, state, h, turns, lambda w: computed(rule, turns, gradient, settled(w), theta, frozen, t)[1])
         return state, (_state_print(rule, state), _batch_print(problem, inputs, t))
 
     first = start(rule, inputs.values, words)
@@ -112,7 +112,7 @@ def _first_mismatch(problem: Problem, there: Any, back: Any) -> Mismatch:
 
 
 def _state_print(rule: Any, state: Exact) -> Array:
-    return jnp.stack([jnp.stack([_print(x) for x in state.z[link.name]]) for link in rule.chain])
+    return jnp.stack([jnp.stack([_prints(x) for x in state.z[link.name]]) for link in rule.chain])
 
 
 def _batch_print(problem: Problem, inputs: Inputs, t: Array) -> Array:
@@ -120,7 +120,11 @@ def _batch_print(problem: Problem, inputs: Inputs, t: Array) -> Array:
         batch = problem.assemble(inputs.values["params"], inputs.theta, inputs.frozen, t)[2]
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     leaves = [jax.random.key_data(x) if is_key(x) else jnp.asarray(x) for x in jax.tree.leaves(batch)]
-    return sum((_print(x) for x in leaves), jnp.uint64(0))
+    return _prints(leaves)
+
+
+def _prints(tree: Any) -> Array:
+    return sum((_print(x) for x in jax.tree.leaves(tree)), jnp.uint64(0))
 
 
 def _print(x: Array) -> Array:

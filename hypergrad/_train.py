@@ -19,6 +19,7 @@ from hypergrad.loop.problem import Inputs, Labels, Problem, Static
 from hypergrad.loop.step import Rule
 from hypergrad.optimizers.chain import PARAMS, Link, Optimizer
 from hypergrad.optimizers.expand import compute_dtype, concrete, expand, link_fraction_bits, link_numerators, prepared
+from hypergrad.optimizers.transform import transforms
 
 
 class Trained(eqx.Module):
@@ -86,10 +87,11 @@ def set_up(
         tuple(np.dtype(x.dtype) for x in leaves),
         GMPY2 if adjoint.buffer == "gmpy2" else DEVICE,
         optimizer.linear,
+        transforms(optimizer),
     )
     words = tuple(_words_known(optimizer, link, params, steps) for link in optimizer.chain)
     x64 = jnp.result_type(float) == jnp.float64
-    labels = _labels(rule, params, theta, batches)
+    labels = _labels(rule, len(optimizer.layers) - 1, params, theta, batches)
     problem = Problem(loss, assemble, rule, steps, adjoint.driver_name, x64, labels, words, throw)
     return problem, Inputs(values, prepared(optimizer, params, steps), theta_leaves, frozen), tree
 
@@ -138,11 +140,12 @@ def _take_apart(params: Any, theta: Any, batches: Any) -> tuple[_Assemble, list[
     return _Assemble(jax.tree.structure(params), theta_tree, batches_tree), floats, others + arrays
 
 
-def _labels(rule: Rule, params: Any, theta: Any, batches: Any) -> Labels:
+def _labels(rule: Rule, depth: int, params: Any, theta: Any, batches: Any) -> Labels:
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     places = [f"{link.name}{path}" for link in rule.chain for path in paths]
     limits = [grid_range(bits) for row in rule.fraction_bits for bits in row]
-    decays = [f"optimizer.{link.decay} for params{path}" if link.decay else "" for link in rule.chain for path in paths]
+    owner = f"optimizer.{'inner.' * depth}"
+    decays = [f"{owner}{link.decay} for params{path}" if link.decay else "" for link in rule.chain for path in paths]
     frozen = [p for p, x in _paths("theta", theta) if eqx.is_array(x) and not eqx.is_inexact_array(x)]
     frozen += [p for p, x in _paths("batches", batches) if eqx.is_array(x)]
     return Labels((*places, *decays), tuple(limits), tuple(frozen))
@@ -154,7 +157,7 @@ def _paths(name: str, tree: Any) -> list[tuple[str, Any]]:
 
 def _words_known(optimizer: Optimizer, link: Link, params: Any, steps: int) -> int | None:
     """Buffer words per parameter where a decay is a concrete field, even if all else is traced."""
-    values = getattr(optimizer, link.decay, None) if link.decay else None
+    values = getattr(optimizer.layers[-1], link.decay, None) if link.decay else None
     if values is None or not concrete(values):
         return None
     shapes = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)

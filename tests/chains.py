@@ -1,7 +1,6 @@
-"""Optimizers that the library does not ship, written against `Link` and `Optimizer` alone.
+"""An optimizer that the library does not ship, written against `Link` and `Optimizer` alone.
 
-They show that the chain carries adaptive rules: two statistics and a correction prepared per step (Adam), a decaying
-`params` link (AdamW), three links in a row (RMSProp), statistics of another shape than the parameters (Shampoo).
+Shampoo shows that links may have another shape than the parameters, and increments that mix a leaf's entries.
 """
 
 from typing import Any
@@ -16,60 +15,6 @@ def _safe_sqrt(x: jax.Array) -> jax.Array:
     """sqrt(max(x, 0)) whose derivative at zero is zero, not infinite."""
     positive = x > 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
-
-
-def _bias_correction(b: jax.Array, steps: int) -> jax.Array:
-    """1 - b_1 ... b_t at step t: by what a decaying mean that starts at zero falls short. [steps | 1, ..] -> [steps, ..]"""
-    return 1 - jnp.cumprod(jnp.broadcast_to(b, (steps, *b.shape[1:])), axis=0)
-
-
-_FIRST = Link("mean", lambda h, z, g: (1 - h.b1) * g, decay="b1")
-_SECOND = Link("square", lambda h, z, g: (1 - h.b2) * (g * g), decay="b2", extra_bits=8)
-
-
-def _adam_step(h: Any, z: Any) -> jax.Array:
-    root = _safe_sqrt(z.square / h.correct2)
-    return -h.learning_rate * (z.mean / h.correct1) / (root + h.eps)
-
-
-class Adam(Optimizer):
-    """m <- b1 m + (1-b1) g;  s <- b2 s + (1-b2) g^2;  w <- w - lr (m / c1) / (sqrt(s / c2) + eps)."""
-
-    learning_rate: Any
-    b1: Any = 0.9
-    b2: Any = 0.99
-    eps: Any = 1e-3
-
-    chain = (_FIRST, _SECOND, Link("params", _adam_step))
-
-    def prepare(self, h: dict[str, jax.Array], steps: int) -> dict[str, jax.Array]:
-        return {**h, "correct1": _bias_correction(h["b1"], steps), "correct2": _bias_correction(h["b2"], steps)}
-
-
-class AdamW(Adam):
-    """Adam with w <- (1 - lr wd) w + ...: the parameters themselves decay."""
-
-    weight_decay: Any = 1e-2
-
-    chain = (_FIRST, _SECOND, Link("params", _adam_step, decay="keep", denominator=2**24, may_be_one=True))
-
-    def prepare(self, h: dict[str, jax.Array], steps: int) -> dict[str, jax.Array]:
-        return {**super().prepare(h, steps), "keep": 1 - h["learning_rate"] * h["weight_decay"]}
-
-
-class RMSProp(Optimizer):
-    """s <- b s + (1-b) g^2;  v <- m v - g / (sqrt(s) + eps);  w <- w + lr v."""
-
-    learning_rate: Any
-    momentum: Any = 0.9
-    b: Any = 0.95
-    eps: Any = 1e-2
-
-    chain = (
-        Link("square", lambda h, z, g: (1 - h.b) * (g * g), decay="b", extra_bits=8),
-        Link("velocity", lambda h, z, g: -g / (_safe_sqrt(z.square) + h.eps), decay="momentum"),
-        Link("params", lambda h, z: h.learning_rate * z.velocity),
-    )
 
 
 @jax.custom_jvp

@@ -34,7 +34,8 @@ PLACE = {name: place for place, room in enumerate(ROOMS) for name in room}
 
 PUBLIC = {
     "train", "Trained", "PerStep", "minibatches", "stacked", "full_batch",
-    "SGD", "HeavyBall", "Reversible", "Unrolled", "Checkpointed",
+    "SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad",
+    "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "Reversible", "Unrolled", "Checkpointed",
     "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots",
     "hypergradient", "optimize", "restarts", "Result", "MetaStep", "callbacks",
     "check_reversal", "Certificate", "testing", "plots",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from chains import Adam, AdamW, RMSProp, Shampoo, inverse_fourth_root
+from chains import Shampoo, inverse_fourth_root
 from jax.test_util import check_grads
 from problems import network
 
@@ -26,13 +26,13 @@ def per_step(low: float, high: float, steps: int = STEPS) -> hg.PerStep:
 
 FEW = 4
 few = functools.partial(per_step, steps=FEW)
-# From extreme integers on, small rates and a large epsilon keep updates on the grid.
 INVERTIBLE = {
     "SGD": lambda: hg.SGD(0.1, few(0.3, 0.999)),
     "HeavyBall": lambda: hg.HeavyBall(few(0.1, 0.01), 0.9),
-    "Adam": lambda: Adam(1e-3, few(0.8, 0.95), few(0.9, 0.99), eps=0.1),
-    "AdamW": lambda: AdamW(1e-3, weight_decay=few(0.01, 1.0), eps=0.1),
-    "RMSProp": lambda: RMSProp(1e-3, few(0.8, 0.95), eps=0.1),
+    "Adam": lambda: hg.Adam(1e-3, few(0.8, 0.95), few(0.9, 0.999)),
+    "AdamW": lambda: hg.AdamW(1e-3, weight_decay=few(0.01, 1.0)),
+    "RMSProp": lambda: hg.RMSProp(1e-3, 0.9, few(0.8, 0.95)),
+    "Adagrad": lambda: hg.Adagrad(few(1e-3, 1e-2), few(0.8, 0.95)),
     "Shampoo": lambda: Shampoo(1e-3, few(0.8, 0.95)),
 }
 
@@ -60,11 +60,12 @@ def trained_by_optax(rule: optax.GradientTransformation) -> tuple[Any, jax.Array
 
 OPTAX = {
     "HeavyBall": (lambda: hg.HeavyBall(0.1, 0.9), optax.sgd(0.1, momentum=0.9)),
-    "Adam": (lambda: Adam(0.05, 0.9, 0.99, 1e-3), optax.adam(0.05, 0.9, 0.99, 1e-3)),
-    "AdamW": (lambda: AdamW(0.05, 0.9, 0.99, 1e-3, 0.1), optax.adamw(0.05, 0.9, 0.99, 1e-3, weight_decay=0.1)),
-    "RMSProp": (
-        lambda: RMSProp(0.02, 0.9, 0.95, 1e-2),
-        optax.rmsprop(0.02, 0.95, 1e-2, momentum=0.9, eps_in_sqrt=False),
+    "Adam": (lambda: hg.Adam(0.05, 0.9, 0.99), optax.adam(0.05, 0.9, 0.99)),
+    "AdamW": (lambda: hg.AdamW(0.05, 0.9, 0.99, 1e-3, 0.1), optax.adamw(0.05, 0.9, 0.99, 1e-3, weight_decay=0.1)),
+    "RMSProp": (lambda: hg.RMSProp(0.02, 0.95, 0.9, 1e-4), optax.rmsprop(0.02, 0.95, 1e-4, momentum=0.9)),
+    "Adagrad": (
+        lambda: hg.Adagrad(0.02),
+        optax.chain(optax.scale_by_rss(0.0, 1e-8), optax.scale_by_learning_rate(0.02), optax.trace(0.9)),
     ),
 }
 
@@ -96,12 +97,20 @@ def test_the_gradient_in_an_optimizer_is_an_optimizer() -> None:
     assert gradient.momentum != 0
 
 
+GROUPS = {"w1": 0.9, "w2": per_step(0.5, 0.9)}
 DIFFERENTIATED = {
-    "HeavyBall": lambda: hg.HeavyBall(per_step(0.05, 0.1), {"w1": 0.9, "w2": per_step(0.5, 0.9)}),
-    "Adam": lambda: Adam(per_step(0.1, 0.05), per_step(0.8, 0.95), {"w1": 0.99, "w2": per_step(0.9, 0.99)}),
-    "AdamW": lambda: AdamW(per_step(0.1, 0.05), 0.9, 0.99, 1e-3, {"w1": 0.5, "w2": per_step(0.1, 1.0)}),
-    "RMSProp": lambda: RMSProp(0.02, per_step(0.8, 0.95), {"w1": 0.9, "w2": per_step(0.9, 0.99)}),
+    "HeavyBall": lambda: hg.HeavyBall(per_step(0.05, 0.1), GROUPS),
+    "Adam": lambda: hg.Adam(per_step(0.1, 0.05), per_step(0.8, 0.95), {"w1": 0.99, "w2": per_step(0.9, 0.999)}),
+    "AdamW": lambda: hg.AdamW(per_step(0.1, 0.05), 0.9, 0.99, 1e-3, {"w1": 0.5, "w2": per_step(0.1, 1.0)}),
+    "RMSProp": lambda: hg.RMSProp(0.02, GROUPS, per_step(0.8, 0.95)),
+    "Adagrad": lambda: hg.Adagrad(per_step(0.02, 0.05), GROUPS, 1e-3),
     "Shampoo": lambda: Shampoo(per_step(0.1, 0.05), per_step(0.8, 0.95), {"w1": 0.9, "w2": per_step(0.9, 0.99)}),
+    "add_decayed_weights": lambda: hg.add_decayed_weights(hg.SGD(per_step(0.5, 1.0), GROUPS), {"w1": 0.1, "w2": 0.2}),
+    "clip": lambda: hg.clip(hg.HeavyBall(per_step(0.05, 0.1), GROUPS), per_step(0.1, 0.01)),
+    "clip_by_global_norm": lambda: hg.clip_by_global_norm(hg.Adam(per_step(0.1, 0.05)), per_step(0.3, 0.2)),
+    "several": lambda: hg.clip_by_global_norm(
+        hg.add_decayed_weights(hg.clip(hg.RMSProp(0.02, momentum=GROUPS), 0.2), GROUPS), {"w1": 0.3, "w2": 0.2}
+    ),
 }
 
 
@@ -135,7 +144,13 @@ def test_both_roads_train_alike_bit_for_bit(name: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, *outputs)
 
 
-ADAPTIVE = {"Adam": Adam(0.03), "AdamW": AdamW(0.03), "RMSProp": RMSProp(0.01), "Shampoo": Shampoo(0.02)}
+ADAPTIVE = {
+    "Adam": hg.Adam(0.03),
+    "AdamW": hg.AdamW(0.03, weight_decay=0.01),
+    "RMSProp": hg.RMSProp(0.01),
+    "Adagrad": hg.Adagrad(0.02),
+    "Shampoo": Shampoo(0.02),
+}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,19 @@ from jax import Array
 
 from hypergrad.exact import decode
 from hypergrad.loop.problem import Inputs, Problem, join_steps, split_steps
-from hypergrad.loop.step import Exact, Hypers, Rule, Values, increment, increments, isolated, retreat, settled
+from hypergrad.loop.step import (
+    Exact,
+    Hypers,
+    Rule,
+    Values,
+    computed,
+    evidence,
+    increment,
+    increments,
+    retreat,
+    settled,
+    transformed,
+)  # fmt: skip
 from hypergrad.optimizers.chain import PARAMS, Link
 
 
@@ -77,6 +89,13 @@ def gradient_cotangent(rule: Rule, z: Values, dz: Values, h: Hypers, w: list[Arr
     return u
 
 
+def pull_transforms(
+    rule: Rule, h: Hypers, w: list[Array], g: list[Array], u: list[Array]
+) -> tuple[Hypers, list[Array], list[Array]]:
+    """From the cotangent of what the chain saw to those of the hyperparameters, the parameters and the gradient."""
+    return jax.vjp(lambda *a: transformed(rule, *a), h, w, g)[1](u)
+
+
 def reverse(
     problem: Problem, inputs: Inputs, end: Exact, turns: Any, ct: Cotangents, dlosses: Array | None
 ) -> tuple[Exact, Cotangents, dict[str, Array] | None]:
@@ -104,15 +123,20 @@ def reverse(
             return state, ct, u
 
         state, ct, _ = undo_link(rule, params, state, ct, h, turns, None)
-        w = rule.decoded(state.z, params)
+        w, wide_w = rule.decoded(state.z, params), rule.floats(state.z, params)
         at_w = lambda w: first_order(w, theta, frozen, t)  # noqa: E731
         if rule.linear:
-            u = gradient_cotangent(rule, state.z, ct.z, h, w)
+            u = gradient_cotangent(rule, state.z, ct.z, h, wide_w if rule.transforms else w)
+            if rule.transforms:
+                u = pull_transforms(rule, h, wide_w, w, u)[2]
             (g, g_theta), (hu, cross) = _along(problem, at_w, w, u)
-            state, ct, _ = undo_others(state, ct, g)
         else:
-            _, g = isolated(rule, turns, gradient, settled(w), theta, frozen, t)
-            state, ct, u = undo_others(state, ct, g)
+            _, g = computed(rule, turns, gradient, settled(w), theta, frozen, t)
+        state, ct, u = undo_others(state, ct, evidence(rule, turns, h, wide_w, g))
+        if rule.transforms:
+            dh, dw, u = pull_transforms(rule, h, wide_w, g, u)
+            ct = Cotangents({**ct.z, PARAMS: _plus(ct.z[PARAMS], dw)}, _plus(ct.h, dh), ct.theta)
+        if not rule.linear:
             (g, g_theta), (hu, cross) = _along(problem, at_w, w, u)
 
         dw, dtheta = _plus(ct.z[PARAMS], hu), _plus(dtheta, cross)

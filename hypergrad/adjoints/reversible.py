@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -193,7 +194,7 @@ def _certificate(forward: Status, intact: Array) -> Status:
 def _capacities(problem: Problem, h: Any, capacity: int | None) -> dict[str, int]:
     """Words per parameter to allocate, for each link that decays."""
     at_least = ledger.capacity if (ledger := current_ledger()) else 0
-    guess = max(-(-problem.steps // WORD_BITS), at_least)  # a bit a step, until told otherwise
+    guess = lambda link: max(math.ceil(problem.steps * link.bits_a_step / WORD_BITS), at_least)  # noqa: E731  until told
     result = {}
     for link, known in zip(problem.rule.chain, problem.words, strict=True):
         if link.decay and capacity is not None:
@@ -201,7 +202,7 @@ def _capacities(problem: Problem, h: Any, capacity: int | None) -> dict[str, int
         elif link.decay and concrete(h):
             result[link.name] = max(_exact_words(problem, link, hj) for hj in h)
         elif link.decay:
-            result[link.name] = guess if known is None else known
+            result[link.name] = guess(link) if known is None else known
     return result
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from hypergrad.exact import decode, substitute
 from hypergrad.loop.problem import Inputs, Problem, join_steps, schedules, split_steps, turns_of
 from hypergrad.loop.status import Outcome, assess
-from hypergrad.loop.step import Exact, Rule, Turns, Values, advance, increment, increments, isolated, start
+from hypergrad.loop.step import Exact, Turns, Values, advance, increment, increments, isolated, start, transformed
 from hypergrad.optimizers.chain import PARAMS
 
 
@@ -74,7 +74,10 @@ def _run(problem: Problem, inputs: Inputs, scan: Scan) -> Outcome:
             h = join_steps(constant, stepped)
             decoded = rule.decoded(state.z, rule.chain[-1])
             w = [substitute(s.astype(d.dtype), d) for s, d in zip(shadow[PARAMS], decoded, strict=True)]
-            value, g = _same_bits(rule, turns, problem.gradient, w, inputs.theta, inputs.frozen, t)
+            value, g = _same_bits(turns, not rule.linear, problem.gradient, w, inputs.theta, inputs.frozen, t)
+            if rule.transforms:
+                wide_w = [substitute(*a) for a in zip(shadow[PARAMS], rule.floats(state.z, rule.chain[-1]), strict=True)]
+                g = _same_bits(turns, True, functools.partial(transformed, rule), h, wide_w, g)
             for link in rule.chain:
                 others = [{k.name: shadow[k.name][j] for k in rule.chain if k is not link} for j in rule.leaves]
                 updates = [increment(link, h[j], others[j], g[j]) for j in rule.leaves]
@@ -106,12 +109,10 @@ def _run(problem: Problem, inputs: Inputs, scan: Scan) -> Outcome:
         return Outcome(values, losses, jax.lax.stop_gradient(status))
 
 
-def _same_bits(rule: Rule, turns: Turns, function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), its bits those of the forward pass of `Reversible` also where it is differentiated."""
+def _same_bits(turns: Turns, apart: bool, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), with the bits of the forward pass of `Reversible`, where it may be isolated (`apart`)."""
     real = function(*args)
-    if rule.linear:
-        return real
-    return jax.tree.map(substitute, real, isolated(rule, turns, function, *_stopped(args)))
+    return jax.tree.map(substitute, real, isolated(turns, function, *_stopped(args))) if apart else real
 
 
 def _stopped(args: Any) -> Any:

@@ -18,6 +18,11 @@ from hypergrad.exact.grid import grid_range as grid_range
 from hypergrad.exact.grid import is_nan_mark as is_nan_mark
 from hypergrad.exact.grid import largest as largest
 from hypergrad.exact.grid import subtract as subtract
+from hypergrad.exact.grid import widen as widen
+from hypergrad.exact.limbs import WIDE_DENOMINATOR as WIDE_DENOMINATOR
+from hypergrad.exact.limbs import Value as Value
+from hypergrad.exact.limbs import Wide as Wide
+from hypergrad.exact.limbs import same as same
 from hypergrad.exact.ratio import FINE_DENOMINATOR as FINE_DENOMINATOR
 from hypergrad.exact.ratio import MOMENTUM_DENOMINATOR as MOMENTUM_DENOMINATOR
 from hypergrad.exact.ratio import divide as divide

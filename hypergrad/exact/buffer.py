@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad.exact.limbs import Value, join, over, remainder, split, times
 from hypergrad.exact.ratio import divide
 
 
@@ -53,26 +54,27 @@ def is_empty(buffer: Buffer) -> Array:
     return jnp.all(buffer.head == 0)
 
 
-def multiply_by(buffer: Buffer, c: Array, n: Array, denominator: int, turn: Turn) -> tuple[Buffer, Array]:
+def multiply_by(buffer: Buffer, c: Value, n: Array, denominator: int, turn: Turn) -> tuple[Buffer, Value]:
     """c <- c n/d, the digit lost kept in the buffer (Algorithm 7).
 
-    int64 [...], n: int64 [] or [...], 1 <= n <= d, d = `denominator` a power of two.
+    c: int64 [...] or `Wide`; n: int64 [] or [...], 1 <= n <= d; d = `denominator`, a power of two.
     """
     (i, stack), k = _spill(buffer, turn), _log2(denominator)
-    i, c = (i << k) | (c & (denominator - 1)), c >> k  # l. 2-4: i = i d + c mod d, c = c div d
+    c, digit = split(c, k)
+    i = (i << k) | digit  # l. 2-4: i = i d + c mod d, c = c div d
     quotient = divide(i, n)
-    i, c = quotient, c * n + (i - quotient * n)  # l. 5-7: c = c n + i mod n, i = i div n
+    i, c = quotient, times(c, n, i - quotient * n)  # l. 5-7: c = c n + i mod n, i = i div n
     return _mirror(Buffer(i, stack), turn), c
 
 
-def divide_by(buffer: Buffer, c: Array, n: Array, denominator: int, turn: Turn) -> tuple[Buffer, Array]:
+def divide_by(buffer: Buffer, c: Value, n: Array, denominator: int, turn: Turn) -> tuple[Buffer, Value]:
     """The inverse of `multiply_by`: its lines in reverse order."""
     (i, stack), k = buffer, _log2(denominator)
-    quotient = divide(c, n)
-    digits = lambda quotient: i * n + (c - quotient * n)  # noqa: E731  l. 5-7
-    old = (quotient << k) | (digits(quotient) & (denominator - 1))  # l. 2-4
+    quotient = over(c, n)
+    digits = lambda quotient: i * n + remainder(c, quotient, n)  # noqa: E731  l. 5-7
+    old = join(quotient, digits(quotient) & (denominator - 1), k)  # l. 2-4
     # The same digits again, from the quotient inside `old`: XLA then divides once, for `old`, and not for the head too.
-    return _unspill(Buffer(digits(old >> k) >> k, stack), turn), old
+    return _unspill(Buffer(digits(split(old, k)[0]) >> k, stack), turn), old
 
 
 def _spill(buffer: Buffer, turn: Turn) -> Buffer:

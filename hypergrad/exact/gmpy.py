@@ -13,7 +13,8 @@ import gmpy2
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+
+from hypergrad.exact.limbs import LOW_BITS, Value, Wide
 
 
 @jax.tree_util.register_static
@@ -34,18 +35,18 @@ def is_empty(buffer: Digits) -> bool:
     return not np.any(buffer.i != 0)
 
 
-def multiply_by(buffer: Digits, c: Array, n: Any, denominator: int, turn: Any = None) -> tuple[Digits, Array]:
-    """c <- c n/d, the digit lost kept in the buffer (Algorithm 7): int64 [...] -> int64 [...]."""
+def multiply_by(buffer: Digits, c: Value, n: Any, denominator: int, turn: Any = None) -> tuple[Digits, Value]:
+    """c <- c n/d, the digit lost kept in the buffer (Algorithm 7): int64 [...] or `Wide` -> the same."""
     del turn
     i, v, n, d = buffer.i, _big(c), _big(n), denominator
     i = i * d + v % d  # l. 2-3
     v = v // d  # l. 4
     v = v * n + i % n  # l. 5-6
     i = i // n  # l. 7
-    return Digits(_as_objects(i)), _as_int64(v)
+    return Digits(_as_objects(i)), _as_int64(v, c)
 
 
-def divide_by(buffer: Digits, c: Array, n: Any, denominator: int, turn: Any = None) -> tuple[Digits, Array]:
+def divide_by(buffer: Digits, c: Value, n: Any, denominator: int, turn: Any = None) -> tuple[Digits, Value]:
     """The inverse of `multiply_by`: the same lines with n and d swapped."""
     del turn
     i, v, n, d = buffer.i, _big(c), _big(n), denominator
@@ -53,11 +54,13 @@ def divide_by(buffer: Digits, c: Array, n: Any, denominator: int, turn: Any = No
     v = v // n
     v = v * d + i % d
     i = i // d
-    return Digits(_as_objects(i)), _as_int64(v)
+    return Digits(_as_objects(i)), _as_int64(v, c)
 
 
 def _big(x: Any) -> np.ndarray:
     """An object array of mpz, whose operators are exact."""
+    if isinstance(x, Wide):
+        return _big(x.high) * 2**LOW_BITS + _big(x.low)
     x = np.asarray(x)
     return _as_objects(np.frompyfunc(lambda v: gmpy2.mpz(int(v)), 1, 1)(x))
 
@@ -67,5 +70,7 @@ def _as_objects(x: Any) -> np.ndarray:
     return np.asarray(x, dtype=object)
 
 
-def _as_int64(c: Any) -> Array:
+def _as_int64(c: Any, like: Value) -> Value:
+    if isinstance(like, Wide):
+        return Wide(_as_int64(c // 2**LOW_BITS, like.high), _as_int64(c % 2**LOW_BITS, like.low))
     return jnp.asarray(_as_objects(c).astype(np.int64))

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad.exact.limbs import LOW_BITS, Value, Wide
+
 
 RANGE_BITS = 62
 _DEFAULT_FRACTION_BITS = {8: 52, 4: 48, 2: 48}  # by bytes per float; 2: float16 and bfloat16
@@ -33,28 +35,54 @@ def encode(x: Array, fraction_bits: int) -> Array:
     return (_at_least_float32(x) * 2.0**fraction_bits).astype(jnp.int64)
 
 
-def decode(z: Array, fraction_bits: int, dtype: np.dtype) -> Array:
+def decode(z: Value, fraction_bits: int, dtype: np.dtype) -> Array:
     """x = z * 2^-fraction_bits: int64 [...] -> float [...], rounded to float64 and from there to `dtype`.
 
     Scaled in float64 because XLA's CPU kernels for sums and maxima pull a last multiplication in, constant and all.
     """
-    return (z.astype(jnp.float64) * 2.0**-fraction_bits).astype(dtype)
+    if isinstance(z, Wide):
+        x = z.high.astype(jnp.float64) + z.low.astype(jnp.float64) * 2.0**-LOW_BITS
+    else:
+        x = z.astype(jnp.float64)
+    return (x * 2.0**-fraction_bits).astype(dtype)
 
 
-def add(z: Array, increment: Array, fraction_bits: int) -> Array:
+def widen(z: Array) -> Wide:
+    """The same value with a second limb; `fraction_bits` counts those of the high one."""
+    return Wide(z, jnp.zeros_like(z))
+
+
+def add(z: Value, increment: Array, fraction_bits: int) -> Value:
     """z + trunc(increment * 2^fraction_bits): int64 [...], float [...] -> int64 [...].
 
     An increment that no grid value can represent gives a value out of range whatever z is, which `largest` then sees:
-    -2^63 for NaN and infinity, 3 * 2^61 for a finite one of 2^62 quanta or more.
+    -2^63 for NaN and infinity, 3 * 2^61 for a finite one of 2^62 quanta or more. For `Wide`, 44 bits more are kept.
     """
     in_range = jnp.abs(increment) < grid_range(fraction_bits)
     lost = jnp.where(jnp.isfinite(increment), jnp.int64(3 * 2**61), jnp.int64(-(2**63)))
+    if isinstance(z, Wide):
+        z = _carried(z, _encode_wide(increment, fraction_bits), 1)
+        return Wide(jnp.where(in_range, z.high, lost), z.low)
     return jnp.where(in_range, z + encode(increment, fraction_bits), lost)
 
 
-def subtract(z: Array, increment: Array, fraction_bits: int) -> Array:
+def subtract(z: Value, increment: Array, fraction_bits: int) -> Value:
     """The inverse of `add` wherever the sum is in range."""
+    if isinstance(z, Wide):
+        return _carried(z, _encode_wide(increment, fraction_bits), -1)
     return z - encode(increment, fraction_bits)
+
+
+def _encode_wide(x: Array, fraction_bits: int) -> Wide:
+    """floor(x * 2^(fraction_bits + 44)); scaling, floor and difference are exact."""
+    scaled = _at_least_float32(x) * 2.0**fraction_bits
+    whole = jnp.floor(scaled)
+    return Wide(whole.astype(jnp.int64), ((scaled - whole) * 2.0**LOW_BITS).astype(jnp.int64))
+
+
+def _carried(z: Wide, x: Wide, sign: int) -> Wide:
+    low = z.low + sign * x.low
+    return Wide(z.high + sign * x.high + (low >> LOW_BITS), low & (2**LOW_BITS - 1))
 
 
 def largest(x: Array) -> Array:

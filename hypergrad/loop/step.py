@@ -14,19 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.exact import InformationBuffer, Turn, add, decode, largest, numerator, subtract
+from hypergrad.exact import InformationBuffer, Turn, Value, add, decode, largest, numerator, same, subtract, widen
 from hypergrad.optimizers.chain import PARAMS, Link, View
+from hypergrad.optimizers.transform import Transform
 
 
 Hypers = list[dict[str, Array]]  # one dict per parameter leaf: what increments read as `h`
-Values = dict[str, list[Array]]  # link name -> one array per parameter leaf
+Values = dict[str, list[Any]]  # link name -> per parameter leaf, floats or grid values
 Turns = dict[str, list[Turn]]  # decaying link -> what each leaf's buffer must know at this step
 
 
 class Exact(NamedTuple):
     """The state of training, all of it: integers and what their decays have lost."""
 
-    z: Values  # int64
+    z: Values  # int64, or `Wide`
     buffers: dict[str, list[Any]]  # of the links that decay
 
 
@@ -40,6 +41,7 @@ class Rule:
     param_dtypes: tuple[np.dtype, ...]
     buffer: InformationBuffer
     linear: bool  # as `Optimizer.linear`; if not, floats are computed `isolated`
+    transforms: tuple[Transform, ...] = ()  # what the gradient passes before the chain sees it
 
     def bits(self, link: Link) -> tuple[int, ...]:
         return self.fraction_bits[self.chain.index(link)]
@@ -85,6 +87,7 @@ Gradient = Callable[[list[Array]], list[Array]]
 
 def step(rule: Rule, state: Exact, h: Hypers, turns: Turns, g: list[Array]) -> tuple[Exact, Array]:
     """z_k <- rho_k z_k + increment_k for k = 1..K; also max |z_k| for k < K, float32 [links - 1, leaves]."""
+    g = evidence(rule, turns, h, rule.floats(state.z, rule.chain[-1]), g)
     magnitudes = []
     for link in rule.chain:
         state = advance(rule, link, state, h, turns, increments(rule, link, state.z, h, turns, g))
@@ -96,10 +99,25 @@ def unstep(rule: Rule, state: Exact, h: Hypers, turns: Turns, gradient: Gradient
     """The inverse of `step`: its links in reverse order, the gradient recomputed once the parameters are back."""
     *others, params = rule.chain
     state = retreat(rule, params, state, h, turns, increments(rule, params, state.z, h, turns, None))
-    g = gradient(rule.decoded(state.z, params))
+    g = evidence(rule, turns, h, rule.floats(state.z, params), gradient(rule.decoded(state.z, params)))
     for link in reversed(others):
         state = retreat(rule, link, state, h, turns, increments(rule, link, state.z, h, turns, g))
     return state
+
+
+def transformed(rule: Rule, h: Hypers, w: list[Array], g: list[Array]) -> list[Array]:
+    """The gradient as the chain sees it: a pure function of floats, differentiated by every adjoint."""
+    g = [x.astype(dtype) for x, dtype in zip(g, rule.dtypes, strict=True)]
+    for transform in rule.transforms:
+        g = transform(h, w, g)
+    return g
+
+
+def evidence(rule: Rule, turns: Turns, h: Hypers, w: list[Array], g: list[Array]) -> list[Array]:
+    """`transformed`, with the same bits in every pass; w in the accumulators' dtypes."""
+    if not rule.transforms:
+        return g
+    return isolated(turns, functools.partial(transformed, rule), h, w, g)
 
 
 def increments(rule: Rule, link: Link, z: Values, h: Hypers, turns: Turns, g: list[Array] | None) -> list[Array]:
@@ -107,20 +125,28 @@ def increments(rule: Rule, link: Link, z: Values, h: Hypers, turns: Turns, g: li
 
     def one(leaf: int) -> Array:
         gradient = None if g is None else g[leaf]
-        return isolated(rule, turns, functools.partial(increment, link), h[leaf], rule.readable(z, link, leaf), gradient)
+        return computed(rule, turns, functools.partial(increment, link), h[leaf], rule.readable(z, link, leaf), gradient)
 
     return [one(j) for j in rule.leaves]
 
 
-def isolated(rule: Rule, turns: Turns, function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args); for rules that are not linear, compiled apart from what surrounds it.
+def computed(rule: Rule, turns: Turns, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), `isolated` unless the rule is linear.
+
+    Linear rules go without: their increments are single products, and their gradient is computed inside the jvp, for which
+    the certificate vouches.
+    """
+    return function(*args) if rule.linear else isolated(turns, function, *args)
+
+
+def isolated(turns: Turns, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), compiled apart from what surrounds it.
 
     XLA simplifies and contracts float expressions by their context, so that the same expression can have other bits in
     another program, barriers or not. A branch is a boundary that it respects, and that this one is always taken (1 <= n)
-    it cannot see. Linear rules go without: their increments are single products, and their gradient is computed inside the
-    jvp, for which the certificate vouches.
+    it cannot see.
     """
-    if rule.linear or not turns:
+    if not turns:
         return function(*args)
     taken = next(iter(turns.values()))[0].n > 0
     shapes = jax.eval_shape(function, *args)
@@ -161,16 +187,17 @@ def returned(rule: Rule, values: Values, end: Exact) -> Array:
     """Per link and leaf, whether `end` is exactly the state that `start` makes: bool [links, leaves]. The certificate."""
     rows = []
     for link in rule.chain:
-        same = [jnp.all(x == y) for x, y in zip(_on_grid(rule, link, values), end.z[link.name], strict=True)]
+        back = [same(x, y) for x, y in zip(_on_grid(rule, link, values), end.z[link.name], strict=True)]
         if link.decay:
-            same = [s & rule.buffer.is_empty(b) for s, b in zip(same, end.buffers[link.name], strict=True)]
-        rows.append(jnp.stack(same))
+            back = [s & rule.buffer.is_empty(b) for s, b in zip(back, end.buffers[link.name], strict=True)]
+        rows.append(jnp.stack(back))
     return jnp.stack(rows)
 
 
-def _on_grid(rule: Rule, link: Link, values: Values) -> list[Array]:
+def _on_grid(rule: Rule, link: Link, values: Values) -> list[Value]:
     # `add` to zero, not `encode`: it marks what no grid value can represent.
-    return [add(jnp.zeros(x.shape, jnp.int64), x, b) for x, b in zip(values[link.name], rule.bits(link), strict=True)]
+    zero = lambda x: widen(jnp.zeros(x.shape, jnp.int64)) if link.wide else jnp.zeros(x.shape, jnp.int64)  # noqa: E731
+    return [add(zero(x), x, b) for x, b in zip(values[link.name], rule.bits(link), strict=True)]
 
 
 def _numerator(link: Link, h: dict[str, Array], turn: Turn) -> Array:

@@ -5,6 +5,7 @@ values of links before k, the OLD values of links after k, the hyperparameters o
 parameters; the last link may not read the gradient (it is recomputed only once the parameters are back).
 """
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -13,7 +14,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.exact import MOMENTUM_DENOMINATOR
+from hypergrad.exact import MOMENTUM_DENOMINATOR, WIDE_DENOMINATOR
 
 
 PARAMS = "params"
@@ -33,7 +34,8 @@ class Link(NamedTuple):
     denominator: int = MOMENTUM_DENOMINATOR  # d of rho = n/d, a power of two up to 2^24
     may_be_one: bool = False  # whether rho = 1 (nothing decays) makes sense here
     start: Callable[[Array], Array] = jnp.zeros_like  # parameter leaf -> initial value, and so the link's shape
-    extra_bits: int = 0  # fraction bits beyond the parameters' (second moments are small)
+    wide: bool = False  # two integers a value: 2^12 times the range, 2^-32 times the quantum (for means of squares)
+    bits_a_step: float = 1.0  # room in the buffer where the decay is not known beforehand: enough for rho >= 2^-bits
 
 
 class View:
@@ -62,6 +64,20 @@ class Optimizer(eqx.Module):
     chain: ClassVar[tuple[Link, ...]]
     linear: ClassVar[bool] = False
 
+    @property
+    def layers(self) -> tuple["Optimizer", ...]:
+        """The transformations of the gradient around the rule, outermost first, and the rule itself."""
+        return (self,)
+
+    def key(self, field: str) -> str:
+        """What `h` calls a field of this layer: a rule's by their own names, those around it with their height before."""
+        height = len(self.layers) - 1
+        return f"{height}.{field}" if height else field
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """This layer's differentiable fields by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "inner"}
+
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
         """Hyperparameters of one leaf -> what its increments read as `h`; runs once, under ordinary autodiff.
 
@@ -73,7 +89,7 @@ class Optimizer(eqx.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "chain" in cls.__dict__:
+        if isinstance(cls.__dict__.get("chain"), tuple):
             _check_chain(cls.__name__, cls.chain)
 
 
@@ -97,3 +113,5 @@ def _check_chain(name: str, chain: tuple[Link, ...]) -> None:
         d = link.denominator
         if d < 2 or d > 2**24 or d & (d - 1):
             raise TypeError(f"{name}, link `{link.name}`: denominator must be a power of two from 2 to 2^24; got {d}.")
+        if link.wide and link.decay and d > WIDE_DENOMINATOR:
+            raise TypeError(f"{name}, link `{link.name}`: a wide link has a denominator of at most 2^16; got {d}.")

@@ -3,7 +3,6 @@
 Invariant: a prepared array has shape [steps | 1, 1.. | leaf shape], and every decay among them is an exact n/d.
 """
 
-import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -19,29 +18,37 @@ from hypergrad.optimizers.chain import Link, Optimizer
 from hypergrad.schedules import PerStep, spread
 
 
-def expand(optimizer: Optimizer, params: Any, steps: int, only: tuple[str, ...] | None = None) -> list[dict[str, Array]]:
-    """The hyperparameters of each parameter leaf, step axis first: list of {field: float [steps | 1, 1.. | leaf shape]}.
+WIDE_RANGE_BITS = 12  # squares of values up to 2^13 for float32 parameters: about the range of those themselves
 
-    Raises with the field, the leaf's path and both shapes where one does not fit.
+
+def expand(optimizer: Optimizer, params: Any, steps: int, only: tuple[str, ...] | None = None) -> list[dict[str, Array]]:
+    """The hyperparameters of each parameter leaf, step axis first: list of {key: float [steps | 1, 1.. | leaf shape]}.
+
+    The keys are those of `Optimizer.key`. Raises with the field, the leaf's path and both shapes where one does not fit.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     expanded: list[dict[str, Array]] = [{} for _ in leaves]
     decays = {link.decay: link for link in optimizer.chain if link.decay}
-    for field in dataclasses.fields(optimizer):
-        if only is not None and field.name not in only:
-            continue
-        values = _broadcast_prefix(field.name, getattr(optimizer, field.name), params)
-        for h, value, (path, leaf) in zip(expanded, values, leaves, strict=True):
-            x = _with_step_axis(field.name, value, jax.tree_util.keystr(path), leaf, steps, decays)
-            h[field.name] = _ratio(decays[field.name], x) if field.name in decays else x
+    rule = optimizer.layers[-1]
+    for depth, layer in enumerate(optimizer.layers):
+        rounded = decays if layer is rule else {}
+        for field, given in layer.hyperparameters().items():
+            key, name = layer.key(field), f"optimizer.{'inner.' * depth}{field}"
+            if only is not None and key not in only:
+                continue
+            values = _broadcast_prefix(name, given, params)
+            for h, value, (path, leaf) in zip(expanded, values, leaves, strict=True):
+                x = _with_step_axis(name, value, jax.tree_util.keystr(path), leaf, steps, rounded.get(field), rule)
+                h[key] = _ratio(rounded[field], x) if field in rounded else x
     return expanded
 
 
 def prepared(optimizer: Optimizer, params: Any, steps: int) -> list[dict[str, Array]]:
-    """`expand` followed by the optimizer's `prepare`, with every decay an exact n/d."""
+    """`expand` followed by the `prepare` of each layer, the rule's first, with every decay an exact n/d."""
     result = []
     for h in expand(optimizer, params, steps):
-        h = dict(optimizer.prepare(h, steps))
+        for layer in reversed(optimizer.layers):
+            h = dict(layer.prepare(h, steps))
         for link in optimizer.chain:
             if link.decay:
                 h[link.decay] = _ratio(link, h[link.decay])
@@ -56,8 +63,9 @@ def link_numerators(link: Link, h: dict[str, Array], steps: int) -> Array:
 
 
 def link_fraction_bits(link: Link, leaf: Array, fraction_bits: int | None) -> int:
+    """Of the high limb where the link is wide: 12 less there, and 44 more below it."""
     bits = default_fraction_bits(leaf.dtype) if fraction_bits is None else fraction_bits
-    return min(bits + link.extra_bits, 60)
+    return bits - WIDE_RANGE_BITS if link.wide else bits
 
 
 def _ratio(link: Link, rho: Array) -> Array:
@@ -101,20 +109,20 @@ def _broadcast_prefix(name: str, value: Any, params: Any) -> list[Any]:
         return jax.tree.leaves(jax.tree.broadcast(value, params, is_leaf=is_per_step), is_leaf=is_per_step)
     except ValueError as e:
         raise ValueError(
-            f"optimizer.{name} must be one value or a pytree prefix of `params`; got the tree "
+            f"{name} must be one value or a pytree prefix of `params`; got the tree "
             f"{jax.tree.structure(value, is_leaf=is_per_step)} for params {jax.tree.structure(params)}."
         ) from e
 
 
-def _with_step_axis(name: str, value: Any, path: str, leaf: Array, steps: int, decays: dict[str, Link]) -> Array:
-    where = f"optimizer.{name} for params{path}"
+def _with_step_axis(name: str, value: Any, path: str, leaf: Array, steps: int, link: Link | None, rule: Optimizer) -> Array:
+    where = f"{name} for params{path}"
     raw = value.values if isinstance(value, PerStep) else value
     if not eqx.is_array_like(raw) or not jnp.issubdtype(jnp.result_type(raw), jnp.number):
         raise TypeError(f"{where} must be a float or an array of floats; got {describe(raw)}.")
     if jnp.issubdtype(jnp.result_type(raw), jnp.complexfloating):
         raise TypeError(f"{where} must be real; got {describe(raw)}.")
-    if name in decays and concrete(raw):
-        _check_decay(where, np.asarray(raw), decays[name], per_step=isinstance(value, PerStep))
+    if link is not None and concrete(raw):
+        _check_decay(where, np.asarray(raw), link, type(rule).__name__, per_step=isinstance(value, PerStep))
     x = jnp.asarray(raw).astype(compute_dtype(leaf))
     if isinstance(value, PerStep):
         if x.ndim == 0 or x.shape[0] != steps:
@@ -130,11 +138,17 @@ def _with_step_axis(name: str, value: Any, path: str, leaf: Array, steps: int, d
     return x.reshape(x.shape[0], *(rest or (1,) * leaf.ndim))
 
 
-def _check_decay(where: str, value: np.ndarray, link: Link, *, per_step: bool) -> None:
+def _check_decay(where: str, value: np.ndarray, link: Link, rule: str, *, per_step: bool) -> None:
     lowest, highest = decay_interval(link)
     n = np.round(value.astype(np.float64) * link.denominator) / link.denominator
     bad = ~((n >= lowest) & (n <= highest))
     if bad.any():
         index = np.unravel_index(np.argmax(bad), bad.shape)
         step = int(index[0]) if per_step else -1
-        raise RangeError(decay_sentence(where, float(value[index]), step, link.denominator))
+        sentence = decay_sentence(where, float(value[index]), step, link.denominator)
+        if value[index] == 0 and link.decay == "momentum":
+            sentence += (
+                f" {rule} without momentum has no exact inverse: its step adds a gradient taken at the very parameters that "
+                "undoing it must find. Take a momentum, however small."
+            )
+        raise RangeError(sentence)

@@ -1,0 +1,173 @@
+"""Each optimizer's exactness: long reversals, hypergradients against other roads, learning curves against optax.
+
+    python -m experiments.benchmarks.optimizer_family [--steps 5000] [--curve-steps 500] [--data mnist]
+
+Reversal: the 784-64-64-10 network of the other benchmarks, float32. Hypergradients: float64, a small network. Learning
+curves: the same network on real images, in float64 (where the grid is what differs) and in float32 (where rounding differs
+too); optax gets the rounded decays, or the nominal ones where the table says so.
+"""
+
+import argparse
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+import hypergrad as hg
+from experiments import _data, _models
+from experiments.benchmarks.hypergradient import mlp_task
+
+
+class Member(NamedTuple):
+    """An optimizer at a typical learning rate, and the same rule in optax given its decays."""
+
+    ours: hg.Adam
+    theirs: Callable[[Callable[[float], float]], optax.GradientTransformation]  # how decays are rounded -> rule
+
+
+FAMILY = {
+    "SGD": Member(hg.SGD(0.5, 0.9), lambda r: optax.sgd(0.5 * (1 - r(0.9)), r(0.9))),
+    "HeavyBall": Member(hg.HeavyBall(0.05, 0.9), lambda r: optax.sgd(0.05, r(0.9))),
+    "Adam": Member(hg.Adam(1e-3), lambda r: optax.adam(1e-3, r(0.9), r(0.999))),
+    "AdamW": Member(
+        hg.AdamW(1e-3, weight_decay=2.0**-24 * 16_800 / 1e-3),
+        lambda r: optax.adamw(1e-3, r(0.9), r(0.999), weight_decay=2.0**-24 * 16_800 / 1e-3),
+    ),
+    "RMSProp": Member(hg.RMSProp(1e-4), lambda r: optax.rmsprop(1e-4, r(0.9), momentum=r(0.9))),
+    "Adagrad": Member(
+        hg.Adagrad(1e-3),
+        lambda r: optax.chain(optax.scale_by_rss(0.0, 1e-8), optax.scale_by_learning_rate(1e-3), optax.trace(r(0.9))),
+    ),
+}
+
+
+# For differences: values and steps on the grids of decays, 2^-16 and 2^-24.
+DYADIC = {
+    "SGD": hg.SGD(0.25, 0.875),
+    "HeavyBall": hg.HeavyBall(2.0**-5, 0.875),
+    "Adam": hg.Adam(2.0**-7, 0.875, 1 - 2.0**-5, 2.0**-7),
+    "AdamW": hg.AdamW(2.0**-7, 0.875, 1 - 2.0**-5, 2.0**-7, 2.0**-3),
+    "RMSProp": hg.RMSProp(2.0**-7, 0.875, 0.875, 2.0**-7),
+    "Adagrad": hg.Adagrad(2.0**-7, 0.875, 2.0**-7),
+}
+
+
+def rounded(decay: float) -> float:
+    return round(decay * 2**16) / 2**16
+
+
+def reversal(name: str, steps: int, sizes: tuple[int, ...] = (784, 64, 64, 10)) -> hg.Certificate:
+    task = mlp_task(steps, sizes=sizes)
+    loss = lambda w, _, batch: task.loss(w, batch)  # noqa: E731
+    return hg.check_reversal(loss, task.params, FAMILY[name].ours, task.batch, steps=steps)
+
+
+def hypergradient_errors(name: str, steps: int = 40) -> tuple[float, float]:
+    """Largest relative errors over all hyperparameters: against `hg.Unrolled`, and against differences."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        params = {"a": jnp.asarray(rng.normal(size=(6, 5))), "b": jnp.asarray(rng.normal(size=(5, 3)))}
+        x, y = jnp.asarray(rng.normal(size=(24, 6))), jnp.asarray(rng.normal(size=(24, 3)))
+        optimizer = jax.tree.map(jnp.float64, DYADIC[name])
+
+        def objective(optimizer: Any, adjoint: Any = hg.Reversible()) -> Array:  # noqa: B008 (frozen)
+            run = hg.train(_squares, params, optimizer, hg.full_batch((x, y)), steps=steps, adjoint=adjoint)
+            return _squares(run.params, None, (x + 0.1, y))
+
+        reversed_, unrolled = (
+            jax.tree.leaves(jax.jit(jax.grad(functools.partial(objective, adjoint=adjoint)))(optimizer))
+            for adjoint in (hg.Reversible(), hg.Unrolled())
+        )
+        f = jax.jit(objective)
+        errors = []
+        for field, gradient in zip(vars(optimizer), reversed_, strict=True):
+            value = getattr(optimizer, field)
+            step = min(float(value), float(1 - value)) / 8
+            difference = _difference(lambda v, field=field: f(_with(optimizer, field, v)), value, step)
+            errors.append(abs(difference / float(gradient) - 1))
+        return max(float(abs(a / b - 1)) for a, b in zip(reversed_, unrolled, strict=True)), max(errors)
+
+
+def _difference(f: Callable[[Array], Array], x: Array, step: float) -> float:
+    """Derivative by central differences of sixth order."""
+    fine, middle, coarse = (float(f(x + h) - f(x - h)) / (2 * h) for h in (step / 4, step / 2, step))
+    return (64 * fine - 20 * middle + coarse) / 45
+
+
+def _with(optimizer: Any, field: str, value: Any) -> Any:
+    return type(optimizer)(**{**vars(optimizer), field: value})
+
+
+def _squares(w: Any, _: Any, batch: Any) -> Array:
+    x, y = batch
+    return jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"] - y) ** 2)
+
+
+class Curve(NamedTuple):
+    loss: float  # largest relative difference of the losses
+    params: float  # largest absolute difference of a parameter at the end
+    final: float
+
+
+def curve(name: str, data: _data.Name, steps: int, dtype: Any, rounding: Callable[[float], float]) -> Curve:
+    """Our training beside optax's from the same start on the same batches."""
+    with jax.enable_x64(dtype == jnp.float64):
+        train = _data.load(data, 0).train
+        x, y = jnp.asarray(train.x, dtype), jnp.asarray(train.y)
+        params = jax.tree.map(lambda w: w.astype(dtype), _models.init_mlp(jax.random.key(0), (x.shape[1], 64, 64, 10), 0.05))
+        batches = hg.minibatches((x, y), 100, jax.random.key(1))
+        ours, rule = jax.tree.map(lambda a: jnp.asarray(a, dtype), FAMILY[name].ours), FAMILY[name].theirs(rounding)
+        loss = lambda w, _, batch: _models.cross_entropy(w, *batch)  # noqa: E731
+        run = jax.jit(lambda: hg.train(loss, params, ours, batches, steps=steps))()
+
+        def body(carry: Any, t: Array) -> Any:
+            w, state = carry
+            value, g = jax.value_and_grad(loss)(w, None, batches(t))
+            updates, state = rule.update(g, state, w)
+            return (optax.apply_updates(w, updates), state), value
+
+        theirs = jax.jit(lambda: jax.lax.scan(body, (params, rule.init(params)), jnp.arange(steps, dtype=jnp.int32)))
+        (w, _), losses = theirs()
+        apart = max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(*map(jax.tree.leaves, (w, run.params)), strict=True))
+        return Curve(float(jnp.max(jnp.abs(run.losses / losses - 1))), apart, float(losses[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--curve-steps", type=int, default=500)
+    parser.add_argument("--data", choices=("digits", "mnist", "fashion_mnist"), default="digits")
+    parser.add_argument("--only", nargs="*", default=list(FAMILY), choices=list(FAMILY))
+    arguments = parser.parse_args()
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
+    print(
+        f"\n{arguments.steps} steps of 784-64-64-10 and back\n{'':12s} {'exact':>6s} {'bits':>9s} {'theory':>9s} {'excess':>8s} {'s':>6s}"
+    )
+    for name in arguments.only:
+        begin = time.perf_counter()
+        proof = reversal(name, arguments.steps)
+        bits, ideal = proof.bits_per_parameter_step, proof.ideal_bits_per_parameter_step
+        print(
+            f"{name:12s} {proof.exact!s:>6s} {bits:9.5f} {ideal:9.5f} {bits / ideal - 1:8.2%} {time.perf_counter() - begin:6.1f}",
+            flush=True,
+        )
+    print(f"\nhypergradients in float64, largest relative error\n{'':12s} {'Unrolled':>9s} {'differences':>12s}")
+    for name in arguments.only:
+        print("{:12s} {:9.1e} {:12.1e}".format(name, *hypergradient_errors(name)), flush=True)
+    print(f"\n{arguments.curve_steps} steps on {arguments.data} beside optax: largest relative difference of the losses")
+    print(f"{'':12s} {'float64':>9s} {'float32':>9s} {'nominal decays, float32':>24s} {'last loss':>10s}")
+    for name in arguments.only:
+        run = functools.partial(curve, name, arguments.data, arguments.curve_steps)
+        wide, narrow = run(jnp.float64, rounded), run(jnp.float32, rounded)
+        nominal = run(jnp.float32, lambda decay: decay)
+        print(f"{name:12s} {wide.loss:9.1e} {narrow.loss:9.1e} {nominal.loss:24.1e} {narrow.final:10.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Transformations of the gradient around an optimizer: clipping, decay, freezing.
+
+Invariant: the optimizer inside sees transform(h, w, g) wherever it would have seen g, in every pass.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from hypergrad.optimizers.chain import Link, Optimizer, View
+
+
+class Transformed(Optimizer):
+    """An optimizer with a pure function of the gradient before it. Base of the transformations; fields are hyperparameters.
+
+    transform(h, w, g): h.<field> per leaf, parameters and gradient as lists of leaves -> the gradient that `inner` sees.
+    linear_transform: its derivative in g is made of hyperparameters and parameters alone.
+    """
+
+    inner: Optimizer
+    linear_transform: ClassVar[bool] = False
+
+    @staticmethod
+    def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]:
+        raise NotImplementedError
+
+    @property
+    def chain(self) -> tuple[Link, ...]:  # type: ignore[override]
+        return self.inner.chain
+
+    @property
+    def linear(self) -> bool:  # type: ignore[override]
+        return self.linear_transform and self.inner.linear
+
+    @property
+    def layers(self) -> tuple[Optimizer, ...]:
+        return (self, *self.inner.layers)
+
+
+class Transform(NamedTuple):
+    """One layer as `step` needs it; hashable."""
+
+    name: str
+    function: Callable[..., list[Array]]
+    keys: tuple[tuple[str, str], ...]  # (field, its key in h)
+
+    def __call__(self, h: list[dict[str, Array]], w: list[Array], g: list[Array]) -> list[Array]:
+        views = [View({field: hj[key] for field, key in self.keys}, self.name) for hj in h]
+        return self.function(views, w, g)
+
+
+def transforms(optimizer: Optimizer) -> tuple[Transform, ...]:
+    """The layers around an optimizer's rule, in the order in which the gradient passes them."""
+    result = []
+    for layer in optimizer.layers[:-1]:
+        keys = tuple((field, layer.key(field)) for field in layer.hyperparameters())
+        result.append(Transform(type(layer).__name__, type(layer).transform, keys))  # type: ignore[attr-defined]
+    return tuple(result)
+
+
+class Clip(Transformed):
+    """g <- min(max(g, -c), c), entry by entry. Made by `clip`."""
+
+    max_delta: Any
+
+    @staticmethod
+    def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]:
+        del w
+        return [jnp.clip(x, -hj.max_delta, hj.max_delta) for hj, x in zip(h, g, strict=True)]
+
+
+class ClipByGlobalNorm(Transformed):
+    """g <- g min(1, c / |g|), |g| over all leaves. Made by `clip_by_global_norm`."""
+
+    max_norm: Any
+
+    @staticmethod
+    def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]:
+        del w
+        # Scaled by the largest entry, so that squares neither overflow nor vanish; its derivative cancels.
+        largest = jax.lax.stop_gradient(jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(g[0].dtype) for x in g]).max())
+        scale = jnp.where(largest > 0, largest, 1)
+        squares = sum(jnp.sum((x / scale) ** 2).astype(g[0].dtype) for x in g)
+        some = squares > 0
+        norm = scale * jnp.sqrt(jnp.where(some, squares, 1))
+        clipped = [x / norm.astype(x.dtype) * hj.max_norm for hj, x in zip(h, g, strict=True)]
+        return [jnp.where(some & (norm > hj.max_norm), c, x) for hj, c, x in zip(h, clipped, g, strict=True)]
+
+
+class AddDecayedWeights(Transformed):
+    """g <- g + c w: the gradient of an L2 penalty c/2 |w|^2. Made by `add_decayed_weights`."""
+
+    weight_decay: Any
+    linear_transform = True
+
+    @staticmethod
+    def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]:
+        return [x + hj.weight_decay * wj for hj, wj, x in zip(h, w, g, strict=True)]
+
+
+class Freeze(Transformed):
+    """g <- 0 and no decay where the mask is True. Made by `freeze`."""
+
+    mask: tuple[Any, tuple[bool, ...]] = eqx.field(static=True)  # tree and leaves: hashable
+    linear_transform = True
+
+    def hyperparameters(self) -> dict[str, Any]:
+        tree, leaves = self.mask
+        return {"kept": jax.tree.unflatten(tree, [float(not frozen) for frozen in leaves])}
+
+    def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
+        del steps
+        decay = self.chain[-1].decay
+        return {**h, decay: jnp.where(h[self.key("kept")] > 0, h[decay], 1)} if decay else h
+
+    @staticmethod
+    def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]:
+        del w
+        return [jnp.where(hj.kept > 0, x, 0) for hj, x in zip(h, g, strict=True)]
+
+
+def clip(optimizer: Optimizer, max_delta: Any) -> Clip:
+    """`optimizer` on the gradient with every entry cut to [-max_delta, max_delta], as `optax.clip`.
+
+    max_delta: a hyperparameter like any other (scalar, `PerStep`, per group, per weight). The gradient passes the outermost
+    transformation first.
+    """
+    return Clip(_checked("clip", optimizer), max_delta)
+
+
+def clip_by_global_norm(optimizer: Optimizer, max_norm: Any) -> ClipByGlobalNorm:
+    """`optimizer` on g min(1, max_norm / |g|), the norm taken over all leaves, as `optax.clip_by_global_norm`.
+
+    max_norm: a hyperparameter like any other; given per group, each group is scaled by its own.
+    """
+    return ClipByGlobalNorm(_checked("clip_by_global_norm", optimizer), max_norm)
+
+
+def add_decayed_weights(optimizer: Optimizer, weight_decay: Any) -> AddDecayedWeights:
+    """`optimizer` on g + weight_decay w, the gradient of an L2 penalty, as `optax.add_decayed_weights` before it.
+
+    weight_decay: a hyperparameter like any other. For decay beside the gradient's statistics, take `AdamW`.
+    """
+    return AddDecayedWeights(_checked("add_decayed_weights", optimizer), weight_decay)
+
+
+def freeze(optimizer: Optimizer, mask: Any) -> Freeze:
+    """`optimizer` without the leaves where `mask` is True: their gradient is zero and they do not decay, as `optax.freeze`.
+
+    mask: bool, or a pytree prefix of the parameters with bools. For single weights, take a learning rate of 0 there.
+    """
+    leaves, tree = jax.tree.flatten(mask)
+    if not all(isinstance(x, bool) for x in leaves):
+        kinds = sorted({type(x).__name__ for x in leaves})
+        raise TypeError(
+            f"hg.freeze: `mask` must have Python bools as leaves, True where frozen; got {', '.join(kinds)}. "
+            "To freeze single weights, give them a learning rate of 0."
+        )
+    return Freeze(_checked("freeze", optimizer), (tree, tuple(leaves)))
+
+
+def _checked(name: str, optimizer: Any) -> Optimizer:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"hg.{name} wraps a reversible optimizer such as hg.SGD(0.1); got {type(optimizer).__name__}.")
+    return optimizer
