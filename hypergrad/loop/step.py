@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +42,7 @@ class Rule:
     param_dtypes: tuple[np.dtype, ...]
     buffer: InformationBuffer
     linear: bool  # as `Optimizer.linear`; if not, floats are computed `isolated`
+    isolate: bool  # whether the gradient of the loss is; always, if not linear
     transforms: tuple[Transform, ...] = ()  # what the gradient passes before the chain sees it
 
     def bits(self, link: Link) -> tuple[int, ...]:
@@ -133,8 +135,7 @@ def increments(rule: Rule, link: Link, z: Values, h: Hypers, turns: Turns, g: li
 def computed(rule: Rule, turns: Turns, function: Callable[..., Any], *args: Any) -> Any:
     """function(*args), `isolated` unless the rule is linear.
 
-    Linear rules go without: their increments are single products, and their gradient is computed inside the jvp, for which
-    the certificate vouches.
+    Linear rules go without: their increments are single products.
     """
     return function(*args) if rule.linear else isolated(turns, function, *args)
 
@@ -142,16 +143,22 @@ def computed(rule: Rule, turns: Turns, function: Callable[..., Any], *args: Any)
 def isolated(turns: Turns, function: Callable[..., Any], *args: Any) -> Any:
     """function(*args), compiled apart from what surrounds it.
 
-    XLA simplifies and contracts float expressions by their context, so that the same expression can have other bits in
-    another program, barriers or not. A branch is a boundary that it respects, and that this one is always taken (1 <= n)
-    it cannot see.
+    That the branch is always taken (1 <= n), XLA cannot see.
     """
-    if not turns:
-        return function(*args)
-    taken = next(iter(turns.values()))[0].n > 0
-    shapes = jax.eval_shape(function, *args)
+    return behind_branch(next(iter(turns.values()))[0].n > 0, function, *args) if turns else function(*args)
+
+
+def behind_branch(taken: Array, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), and zeros if not `taken`: bool [].
+
+    XLA simplifies and contracts float expressions by their context, so that the same expression can have other bits in
+    another program, barriers or not. A branch is a boundary that it respects.
+    """
+    arrays, rest = eqx.partition(args, eqx.is_array)
+    run = lambda *a: function(*eqx.combine(a, rest))  # noqa: E731
+    shapes = jax.eval_shape(run, *arrays)
     nothing = lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # noqa: E731
-    return jax.lax.cond(taken, function, nothing, *args)
+    return jax.lax.cond(taken, run, nothing, *arrays)
 
 
 def advance(rule: Rule, link: Link, state: Exact, h: Hypers, turns: Turns, updates: list[Array]) -> Exact:
