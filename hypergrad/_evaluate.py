@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax import Array
 
+from hypergrad._door import calling, check_signature
 from hypergrad._report import Ledger, listen
 from hypergrad.errors import BUFFER_FULL, HypergradError, NonFiniteError
 from hypergrad.hypers import hyper_path, natural
@@ -95,23 +96,29 @@ class Evaluation:
 
 def objective(train_fn: Any, val_fn: Any, monitor_fn: Any = None) -> Callable[[Any, Any, Array], tuple[Array, Array]]:
     """(learned hypers, fixed hypers, key) -> (value, monitor), checked."""
-    for name, function, example in (
-        ("train_fn", train_fn, "train_fn(hypers, key)"),
-        ("val_fn", val_fn, "val_fn(trained)"),
-        ("monitor_fn", monitor_fn, "monitor_fn(trained)"),
+    outside = "What else it reads, such as data, it takes from outside."
+    for name, function, example, otherwise in (
+        ("train_fn", train_fn, "train_fn(hypers, key)", "Without randomness write train_fn(hypers, _)."),
+        ("val_fn", val_fn, "val_fn(trained)", outside),
+        ("monitor_fn", monitor_fn, "monitor_fn(trained)", outside),
     ):
-        if not callable(function) and not (function is None and name == "monitor_fn"):
+        if function is None and name == "monitor_fn":
+            continue
+        if not callable(function):
             raise TypeError(f"`{name}` must be a function {example}; got {type(function).__name__}.")
+        check_signature(example, function, otherwise)
 
     def evaluate(learned: Any, fixed: Any, key: Array) -> tuple[Array, Array]:
         trained = train_fn(natural(eqx.combine(learned, fixed)), key)
-        monitor = jnp.nan if monitor_fn is None else _real_scalar("monitor_fn", monitor_fn(trained))
-        return _real_scalar("val_fn", val_fn(trained)), jnp.asarray(monitor)
+        monitor = jnp.nan if monitor_fn is None else _real_scalar("monitor_fn", monitor_fn, trained)
+        return _real_scalar("val_fn", val_fn, trained), jnp.asarray(monitor)
 
     return evaluate
 
 
-def _real_scalar(name: str, value: Any) -> Array:
+def _real_scalar(name: str, function: Callable[[Any], Array], trained: Any) -> Array:
+    with calling(f"{name}(trained)", trained):
+        value = function(trained)
     if not eqx.is_array_like(value):
         raise TypeError(f"`{name}` must return one real float; got {type(value).__name__}. Return the number alone.")
     shape, dtype = jnp.shape(value), jnp.result_type(value)

@@ -20,6 +20,7 @@ from hypergrad._checkpoint import Folder, library_version
 from hypergrad._descent import Descent, Point
 from hypergrad._evaluate import Evaluation
 from hypergrad._history import MetaStep, best, recorded, restored
+from hypergrad.batches import check_key
 from hypergrad.hypers import check_hypers, describe_arrays, describe_hypers, hyper_path, split_fixed
 
 
@@ -144,7 +145,7 @@ def _check_start(folder: Folder, there: Any, here: Any) -> None:
 
 
 def default_key(key: Array | None) -> Array:
-    return jax.random.key(0) if key is None else key
+    return jax.random.key(0) if key is None else check_key(key)
 
 
 def _check_arguments(meta_steps: Any, meta_optimizer: Any, seeds: Any, callbacks: Any) -> None:

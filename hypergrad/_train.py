@@ -78,7 +78,11 @@ def set_up(
     leaves, tree = jax.tree.flatten(params)
 
     def evaluate(w: list[Array], theta: list[Array], frozen: list[Any], t: Array) -> Any:
-        return loss(*assemble.arguments(w, theta, frozen, assemble.batch(frozen, t)))
+        with door.calling_batches(batches):
+            batch = assemble.batch(frozen, t)
+        arguments = assemble.arguments(w, theta, frozen, batch)
+        with door.calling("loss(params, theta, batch)", *arguments):
+            return loss(*arguments)
 
     door.check_loss_value(jax.eval_shape(evaluate, leaves, theta_leaves, frozen, jax.ShapeDtypeStruct((), jnp.int32)))
     values = door.check_state(optimizer.chain, params, state)

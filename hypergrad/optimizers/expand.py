@@ -118,7 +118,8 @@ def _with_step_axis(name: str, value: Any, path: str, leaf: Array, steps: int, l
     where = f"{name} for params{path}"
     raw = value.values if isinstance(value, PerStep) else value
     if not eqx.is_array_like(raw) or not jnp.issubdtype(jnp.result_type(raw), jnp.number):
-        raise TypeError(f"{where} must be a float or an array of floats; got {describe(raw)}.")
+        hint = " Tabulate a schedule: hg.PerStep(jax.vmap(schedule)(jnp.arange(steps)))." if callable(raw) else ""
+        raise TypeError(f"{where} must be a float or an array of floats; got {describe(raw)}.{hint}")
     if jnp.issubdtype(jnp.result_type(raw), jnp.complexfloating):
         raise TypeError(f"{where} must be real; got {describe(raw)}.")
     if link is not None and concrete(raw):
