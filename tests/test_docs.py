@@ -18,6 +18,7 @@ import hypergrad as hg
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+OPTIONAL = {"flax"}  # no dependency: its pages run where it happens to be installed
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
@@ -26,6 +27,14 @@ def programs(page: pathlib.Path) -> list[str]:
     text = page.read_text()
     blocks = re.finditer(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in blocks]
+
+
+def imported(page: pathlib.Path) -> set[str]:
+    """The packages that a page imports."""
+    nodes = [node for program in programs(page) for node in ast.walk(ast.parse(program))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}
 
 
 def run(page: pathlib.Path) -> dict[int, str]:
@@ -64,6 +73,8 @@ def unit(number: str) -> float:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text()], ids=lambda p: p.name)
 def test_programs_print_what_they_promise(page: pathlib.Path) -> None:
+    for library in OPTIONAL & imported(page):
+        pytest.importorskip(library)
     printed = run(page)
     for line, text in promises(page).items():
         assert agree(text, printed.get(line, "")), f"{page.name}:{line} promises {text!r}, prints {printed.get(line)!r}"
