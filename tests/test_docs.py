@@ -114,6 +114,18 @@ def test_every_public_name_is_documented(name: str) -> None:
     assert re.search(rf"`hg\.{re.escape(name)}\b", (ROOT / "docs" / "api.md").read_text()), f"docs/api.md lacks `hg.{name}`"
 
 
+@pytest.mark.parametrize("name", public_names())
+def test_every_public_name_is_in_the_reference(name: str) -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    assert re.search(rf"^\.\. auto\w+:: hypergrad\.{re.escape(name)}\b", page, re.MULTILINE), f"reference.md lacks {name}"
+
+
+def test_every_page_is_on_the_site() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    listed = {name for tree in re.findall(r"```{toctree}\n(.*?)```", index, re.DOTALL) for name in tree.split("\n")}
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"} <= listed
+
+
 def test_every_error_is_documented() -> None:
     page = (ROOT / "docs" / "errors.md").read_text()
     for error in (hg.HypergradError, *hg.HypergradError.__subclasses__()):
