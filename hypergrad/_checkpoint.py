@@ -167,4 +167,5 @@ def _difference(name: str, there: Any, here: Any) -> str:
     if isinstance(here, dict) and isinstance(there, dict):
         key = next(k for k in sorted({*there, *here}) if there.get(k) != here.get(k))
         name, there, here = f"{name}{key}", there.get(key), here.get(key)
-    return f"{name} is {there or 'absent'} there and {here or 'absent'} here"
+    there, here = ("absent" if x is None else x for x in (there, here))
+    return f"{name} is {there} there and {here} here"

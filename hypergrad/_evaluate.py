@@ -3,7 +3,10 @@
 Invariant: the mean is over the seeds whose value and hypergradient are finite, whatever happened to the others.
 """
 
+import functools
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -32,48 +35,72 @@ class Evaluated(NamedTuple):
 
 
 class Evaluation:
-    """f(h) = mean over seeds of val_fn(train_fn(natural(h), key)): compiled once, and again when a buffer must grow."""
+    """f(h) = mean over seeds of val_fn(train_fn(natural(h), key)): compiled once, and again when a buffer must grow.
+
+    Seeds are vmapped in equal groups, two for each core of a CPU, which run side by side: XLA keeps but part of a batched
+    program on more than one core. Elsewhere there is one group.
+    """
 
     def __init__(self, train_fn: Any, val_fn: Any, monitor_fn: Any = None, *, seeds: int = 1, jit: bool = True) -> None:
         self.objective = objective(train_fn, val_fn, monitor_fn)
         self.seeds, self.jit, self.ledger = seeds, jit, Ledger()
-        self._compile()
+        self.programs: dict[Any, Any] = {}
 
-    def _compile(self) -> None:
-        # A new function each time: jit would find a bound method's old program again.
-        self.run = eqx.filter_jit(lambda *point: self._many(*point)) if self.jit else self._one_by_one
-
-    def _many(self, learned: Any, fixed: Any, key: Array) -> Evaluated:
-        one = jax.value_and_grad(self.objective, has_aux=True)
-        if self.seeds == 1:
-            return _averaged(jax.tree.map(lambda x: x[None], one(learned, fixed, key)))
-        return _averaged(jax.vmap(lambda k: one(learned, fixed, k))(jax.random.split(key, self.seeds)))
-
-    def _one_by_one(self, learned: Any, fixed: Any, key: Array) -> Evaluated:
-        """The same from Python, for what cannot be traced: a run that fails raises, and is NaN here."""
-        one, results = jax.value_and_grad(self.objective, has_aux=True), []
-        for k in jax.random.split(key, self.seeds) if self.seeds > 1 else [key]:
-            try:
-                results.append(one(learned, fixed, k))
-            except HypergradError as error:
-                if error.status is None:  # a bad argument
-                    raise
-                self.ledger.failure = self.ledger.failure or error.status
-                nan = jnp.float32(jnp.nan)
-                results.append(((nan, nan), jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), learned)))
-        return _averaged(jax.tree.map(lambda *x: jnp.stack(x), *results))
+    def __call__(self, learned: Any, fixed: Any, key: Array) -> tuple[Evaluated, HypergradError | None]:
+        """The means, and what a seed failed of, if one did."""
+        self.ledger.clear()
+        keys = key[None] if self.seeds == 1 else jax.random.split(key, self.seeds)
+        with listen(self.ledger):
+            results = self._side_by_side(learned, fixed, keys) if self.jit else self._one_by_one(learned, fixed, keys)
+        result = jax.block_until_ready(_averaged(results, self.seeds))
+        return self(learned, fixed, key) if self.grown() else (result, self._failure(result))
 
     def value(self, learned: Any, fixed: Any, key: Array) -> Array:
         """The mean value alone, of all seeds: what a line search calls, inside of its compiled code."""
         one = lambda k: self.objective(learned, fixed, k)[0]  # noqa: E731
         return one(key) if self.seeds == 1 else jnp.mean(jax.vmap(one)(jax.random.split(key, self.seeds)))
 
-    def __call__(self, learned: Any, fixed: Any, key: Array) -> tuple[Evaluated, HypergradError | None]:
-        """The means, and what a seed failed of, if one did."""
-        self.ledger.clear()
-        with listen(self.ledger):
-            result = jax.block_until_ready(self.run(learned, fixed, key))
-        return self(learned, fixed, key) if self.grown() else (result, self._failure(result))
+    def _side_by_side(self, learned: Any, fixed: Any, keys: Array) -> list[Any]:
+        workers = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+        size = -(-self.seeds // (2 * workers)) if workers > 1 else self.seeds
+        padded = keys[np.arange(-(-self.seeds // size) * size) % self.seeds]
+        groups = [padded[i : i + size] for i in range(0, len(padded), size)]
+        run = self._compiled(learned, fixed, groups[0])
+        if len(groups) == 1:
+            return [run(learned, fixed, groups[0])]
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(lambda group: jax.block_until_ready(run(learned, fixed, group)), groups))
+
+    def _compiled(self, *arguments: Any) -> Any:
+        """The program of one group, for arguments like these. Compiled here: settings of JAX are the thread's own."""
+        leaves, tree = jax.tree.flatten(arguments)
+        like = tree, tuple(jax.typeof(x) if eqx.is_array(x) else x for x in leaves)
+        if like not in self.programs:
+            # A new function each time: jit would find the trace of a bound method again, made for smaller buffers.
+            program: Any = eqx.filter_jit(lambda *a: self._group(*a))
+            self.programs[like] = program.lower(*arguments).compile()
+        return self.programs[like]
+
+    def _group(self, learned: Any, fixed: Any, keys: Array) -> Any:
+        """((values, monitors), grads), each with a leading axis of seeds."""
+        one = jax.value_and_grad(self.objective, has_aux=True)
+        if len(keys) == 1:
+            return jax.tree.map(lambda x: x[None], one(learned, fixed, keys[0]))
+        return jax.vmap(lambda k: one(learned, fixed, k))(keys)
+
+    def _one_by_one(self, learned: Any, fixed: Any, keys: Array) -> list[Any]:
+        """The same from Python, for what cannot be traced: a run that fails raises, and is NaN here."""
+        results = []
+        for i in range(self.seeds):
+            try:
+                results.append(self._group(learned, fixed, keys[i : i + 1]))
+            except HypergradError as error:
+                if error.status is None:  # a bad argument
+                    raise
+                self.ledger.failure = self.ledger.failure or error.status
+                nan = jnp.full(1, jnp.nan)
+                results.append(((nan, nan), jax.tree.map(lambda x: jnp.full((1, *x.shape), jnp.nan, x.dtype), learned)))
+        return results
 
     def grown(self) -> bool:
         """Whether a buffer was too small; if so, there is more room now, and what was compiled for less is forgotten."""
@@ -81,7 +108,7 @@ class Evaluation:
         if failure is None or int(failure.code) != BUFFER_FULL or int(failure.words) <= self.ledger.capacity:
             return False
         self.ledger.capacity = -(-5 * int(failure.words) // 4)  # a quarter more: learned decays drift
-        self._compile()
+        self.programs.clear()
         return True
 
     def _failure(self, result: Evaluated) -> HypergradError | None:
@@ -127,20 +154,18 @@ def _real_scalar(name: str, function: Callable[[Any], Array], trained: Any) -> A
     return value
 
 
-def _averaged(results: Any) -> Evaluated:
-    """((values, monitors), grads), each with a leading axis of seeds -> means over the finite ones."""
-    (values, monitors), grads = results
-    seeds = values.shape[0]
+@functools.partial(jax.jit, static_argnums=1)
+def _averaged(groups: list[Any], seeds: int) -> Evaluated:
+    """Means over the finite ones of the first `seeds` of `groups`, in order."""
+    (values, monitors), grads = jax.tree.map(lambda *x: jnp.concatenate(x)[:seeds], *groups)
     finite = [jnp.isfinite(g).reshape(seeds, -1).all(axis=1) for g in jax.tree.leaves(grads)]
     ok = jnp.stack([jnp.isfinite(values), *finite]).all(axis=0)
     if seeds == 1:  # as it is, for an error to show
         nan = jnp.full_like(values[0], jnp.nan)
         return Evaluated(values[0], jax.tree.map(lambda g: g[0], grads), monitors[0], nan, nan, values, ok)
-    value, grad = _mean(values, ok), jax.tree.map(lambda g: _mean(g, ok), grads)
-    errors = jax.tree.map(lambda g: _standard_error(g, ok), grads)
-    return Evaluated(
-        value, grad, _mean(monitors, ok), _standard_error(values, ok), optax.tree.norm(errors), values, ok
-    )  # fmt: skip
+    error = optax.tree.norm(jax.tree.map(lambda g: _standard_error(g, ok), grads))
+    value, grads, monitor = jax.tree.map(lambda x: _mean(x, ok), (values, grads, monitors))
+    return Evaluated(value, grads, monitor, _standard_error(values, ok), error, values, ok)
 
 
 def _mean(x: Array, ok: Array) -> Array:

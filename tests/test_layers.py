@@ -169,7 +169,7 @@ def test_signatures_are_the_agreed_ones():
     assert names_of(hg.optimize)[:3] == ["train_fn", "val_fn", "hypers"]
     assert {"meta_steps", "meta_optimizer", "key", "callbacks", "jit", "skip_nonfinite"} <= set(names_of(hg.optimize))
     assert names_of(hg.minibatches) == ["data", "batch_size", "key", "replacement"]
-    assert names_of(hg.Reversible) == ["capacity", "fraction_bits", "driver", "buffer"]
+    assert names_of(hg.Reversible) == ["capacity", "fraction_bits", "driver", "buffer", "isolate"]
     agreed = ["loss", "params", "optimizer", "batches", "theta", "steps", "state"]
     assert names_of(hg.check_reversal)[: len(agreed)] == agreed
     keyword_only = inspect.Parameter.KEYWORD_ONLY
