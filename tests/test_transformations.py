@@ -78,6 +78,12 @@ def test_vmap_over_keys_or_over_hyperparameters_alone() -> None:
         assert_close(jax.tree.map(lambda x, i=i, j=j: x[i, j], both), one)
 
 
+def test_isolated_gradients_give_the_same() -> None:
+    lane = jnp.float32(0.3), jnp.float32(0.9), jax.random.key(7)
+    one = lambda isolate: jax.grad(lambda *a: value(*a, adjoint=hg.Reversible(isolate=isolate)), (0, 1))(*lane)  # noqa: E731
+    assert_close(one(True), one(False))
+
+
 def test_one_lane_that_fails_leaves_the_others() -> None:
     rates = jnp.array([0.1, 1e9])
     values = jax.jit(jax.vmap(lambda a: value(a, 0.9, jax.random.key(7), throw=False)))(rates)
