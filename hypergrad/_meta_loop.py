@@ -39,18 +39,28 @@ class MetaLoop:
     """A meta-loop that can run from any start; its runs share what is compiled."""
 
     def __init__(
-        self, train_fn: Any, val_fn: Any, meta_steps: int, meta_optimizer: Any, key: Array | None, seeds: int,
-        monitor_fn: Any, callbacks: Sequence[Callback], jit: bool, skip_nonfinite: bool,
-    ) -> None:  # fmt: skip
-        _check_arguments(meta_steps, meta_optimizer, seeds, callbacks)
-        self.evaluation = Evaluation(train_fn, val_fn, monitor_fn, seeds=seeds, jit=jit)
+        self,
+        train_fn: Any,
+        val_fn: Any,
+        *,
+        meta_steps: int = 50,
+        meta_optimizer: Any = optax.adam(0.04),  # noqa: B008 (immutable)
+        key: Array | None = None,
+        seeds_per_step: int = 1,
+        monitor_fn: Any = None,
+        callbacks: Sequence[Callback] = (),
+        jit: bool = True,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        _check_arguments(meta_steps, meta_optimizer, seeds_per_step, callbacks)
+        self.evaluation = Evaluation(train_fn, val_fn, monitor_fn, seeds=seeds_per_step, jit=jit)
         self.descent = Descent(meta_optimizer, self.evaluation)
         self.meta_steps, self.callbacks, self.skip_nonfinite = meta_steps, callbacks, skip_nonfinite
         self.key = default_key(key)
         self.identity = {
             "library version": library_version(),
             "key": str(jax.random.key_data(self.key) if jnp.issubdtype(self.key.dtype, jax.dtypes.prng_key) else self.key),
-            "seeds_per_step": seeds,
+            "seeds_per_step": seeds_per_step,
             "skip_nonfinite": skip_nonfinite,
             "monitor_fn": "given" if monitor_fn else "none",
         }

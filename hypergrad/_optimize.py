@@ -65,7 +65,8 @@ def optimize(
     all did, instead of raising.
     """
     loop = MetaLoop(
-        train_fn, val_fn, meta_steps, meta_optimizer, key, seeds_per_step, monitor_fn, callbacks, jit, skip_nonfinite
+        train_fn, val_fn, meta_steps=meta_steps, meta_optimizer=meta_optimizer, key=key, seeds_per_step=seeds_per_step,
+        monitor_fn=monitor_fn, callbacks=callbacks, jit=jit, skip_nonfinite=skip_nonfinite,
     )  # fmt: skip
     return loop.run(hypers, checkpoint)
 
@@ -75,25 +76,16 @@ def restarts(
     val_fn: Callable[[Any], Array],
     starts: Sequence[Any],
     *,
-    meta_steps: int = 50,
-    meta_optimizer: optax.GradientTransformation = optax.adam(0.04),  # noqa: B008 (immutable)
-    key: Array | None = None,
-    seeds_per_step: int = 1,
-    monitor_fn: Callable[[Any], Array] | None = None,
-    callbacks: Sequence[Callback] = (),
     checkpoint: str | os.PathLike[str] | None = None,
-    jit: bool = True,
-    skip_nonfinite: bool = False,
+    **options: Any,
 ) -> list[Result]:
     """`optimize` from each of `starts`, compiled once; the results by their best step, the lowest first.
 
     starts: hypers of the same tree, for instance `[hypers, *(hg.scatter(hypers, k) for k in keys)]`. All see the same keys.
-    checkpoint: start i keeps its run in the folder `checkpoint/start-<i>`. A start whose training fails is left out with a
-    warning; the error is raised if all fail. Everything else as in `optimize`.
+    checkpoint: start i keeps its run in the folder `checkpoint/start-<i>`. options: those of `optimize`. A start whose
+    training fails is left out with a warning; the error is raised if all fail.
     """
-    loop = MetaLoop(
-        train_fn, val_fn, meta_steps, meta_optimizer, key, seeds_per_step, monitor_fn, callbacks, jit, skip_nonfinite
-    )  # fmt: skip
+    loop = MetaLoop(train_fn, val_fn, **options)
     results: list[Result] = []
     failures: list[HypergradError] = []
     for i, start in enumerate(starts):
