@@ -145,6 +145,6 @@ def test_what_a_page_names_exists(page: pathlib.Path) -> None:
 
 
 def test_readme_and_ci_run_the_same_command() -> None:
-    command = 'pip install -e ".[all]" && pytest'
+    command = 'pip install -e ".[all]" && pytest -n 2'
     assert command in (ROOT / "README.md").read_text()
     assert command in (ROOT / ".ci" / "run").read_text()
