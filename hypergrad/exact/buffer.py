@@ -13,6 +13,7 @@ so the schedule is computed before the loop, and both passes read it. A head sta
 enough: what is left after a spill is below 2^30 <= 2^62 / d.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -70,11 +71,19 @@ def multiply_by(buffer: Buffer, c: Value, n: Array, denominator: int, turn: Turn
 def divide_by(buffer: Buffer, c: Value, n: Array, denominator: int, turn: Turn) -> tuple[Buffer, Value]:
     """The inverse of `multiply_by`: its lines in reverse order."""
     (i, stack), k = buffer, _log2(denominator)
-    quotient = over(c, n)
+    quotient = over(c, n, functools.partial(computed_apart, turn))
     digits = lambda quotient: i * n + remainder(c, quotient, n)  # noqa: E731  l. 5-7
     old = join(quotient, digits(quotient) & (denominator - 1), k)  # l. 2-4
     # The same digits again, from the quotient inside `old`: XLA then divides once, for `old`, and not for the head too.
     return _unspill(Buffer(digits(split(old, k)[0]) >> k, stack), turn), old
+
+
+def computed_apart(turn: Turn, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), compiled apart from what surrounds it and its results stored: a branch is a boundary that XLA
+    respects, and that this one is always taken (1 <= n) it cannot see."""
+    shapes = jax.eval_shape(function, *args)
+    nothing = lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # noqa: E731
+    return jax.lax.cond(turn.n > 0, function, nothing, *args)
 
 
 def _spill(buffer: Buffer, turn: Turn) -> Buffer:

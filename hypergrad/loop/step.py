@@ -14,7 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.exact import InformationBuffer, Turn, Value, add, decode, largest, numerator, same, subtract, widen
+from hypergrad.exact import (
+    InformationBuffer,
+    Turn,
+    Value,
+    add,
+    computed_apart,
+    decode,
+    largest,
+    numerator,
+    same,
+    subtract,
+    widen,
+)
 from hypergrad.optimizers.chain import PARAMS, Link, View
 from hypergrad.optimizers.transform import Transform
 
@@ -143,15 +155,9 @@ def isolated(turns: Turns, function: Callable[..., Any], *args: Any) -> Any:
     """function(*args), compiled apart from what surrounds it.
 
     XLA simplifies and contracts float expressions by their context, so that the same expression can have other bits in
-    another program, barriers or not. A branch is a boundary that it respects, and that this one is always taken (1 <= n)
-    it cannot see.
+    another program, barriers or not.
     """
-    if not turns:
-        return function(*args)
-    taken = next(iter(turns.values()))[0].n > 0
-    shapes = jax.eval_shape(function, *args)
-    nothing = lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # noqa: E731
-    return jax.lax.cond(taken, function, nothing, *args)
+    return computed_apart(next(iter(turns.values()))[0], function, *args) if turns else function(*args)
 
 
 def advance(rule: Rule, link: Link, state: Exact, h: Hypers, turns: Turns, updates: list[Array]) -> Exact:

@@ -17,7 +17,7 @@ from hypergrad.hypers import PerStep, describe
 from hypergrad.optimizers.chain import Link, Optimizer
 
 
-WIDE_RANGE_BITS = 12  # squares of values up to 2^13 for float32 parameters: about the range of those themselves
+WIDE_RANGE_BITS = 8  # sums of squares up to 2^22 for float32 parameters
 
 
 def expand(optimizer: Optimizer, params: Any, steps: int, only: tuple[str, ...] | None = None) -> list[dict[str, Array]]:
@@ -62,7 +62,7 @@ def link_numerators(link: Link, h: dict[str, Array], steps: int) -> Array:
 
 
 def link_fraction_bits(link: Link, leaf: Array, fraction_bits: int | None) -> int:
-    """Of the high limb where the link is wide: 12 less there, and 44 more below it."""
+    """Of the high limb where the link is wide: 8 less there, and 32 more below it."""
     bits = default_fraction_bits(leaf.dtype) if fraction_bits is None else fraction_bits
     return bits - WIDE_RANGE_BITS if link.wide else bits
 
