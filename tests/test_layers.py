@@ -23,7 +23,7 @@ ROOMS = [
     {"optimizers"},
     {"loop"},
     {"adjoints"},
-    {"_door", "_train", "_check"},
+    {"_door", "_train", "_check", "_inverse"},
     {"_optimize"},
     {"callbacks", "plots", "testing"},
     {"hypergrad"},  # the package itself: what `import hypergrad` gives
