@@ -54,6 +54,12 @@ def test_every_road_of_the_benchmark_gives_the_same_gradient():
     assert [row[0] for row in rows] == list(hypergradient.ROWS)
 
 
+def test_the_benchmark_gives_the_same_gradient_through_adam():
+    task = hypergradient.mlp_task(16, sizes=(12, 5, 3), batch_size=4, examples=20, rule="adam")
+    names = ("plain float training", "hg.Reversible", "raw unroll")
+    hypergradient.measure(task, {name: hypergradient.ROWS[name] for name in names}, repeats=1)
+
+
 def test_the_benchmark_catches_a_wrong_gradient():
     task = hypergradient.mlp_task(16, sizes=(12, 5, 3), batch_size=4, examples=20)
     rows = {"plain": opponents.plain, "unroll": opponents.unrolled, "wrong": lambda task, a: jnp.ones_like(a)}
