@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import _data, quickstart
+from experiments import _data, adam_schedules, quickstart
 from experiments.benchmarks import hypergradient, long_reversal, opponents
 
 
@@ -21,6 +21,16 @@ def test_quickstart_learns_and_records(tmp_path, capsys):
     assert record["config"]["steps"] == 4 and record["versions"]["jax"] == jax.__version__
     assert set(record["numbers"]["after"]) == {"validation_loss", "validation_error", "test_loss", "test_error"}
     for picture in ("schedules", "meta_learning", "penalties"):
+        assert (tmp_path / f"{picture}.png").stat().st_size > 10_000
+
+
+def test_adam_schedules_learns_and_records(tmp_path, capsys):
+    numbers = adam_schedules.main(adam_schedules.Config(tiny=True, out=tmp_path))
+    assert capsys.readouterr().out.count("AdamW, ") == 3
+    assert json.loads((tmp_path / "adam_schedules.json").read_text())["numbers"]["table"] == numbers["table"]
+    for losses in numbers["table"].values():
+        assert len(losses["test_loss"]) == 1 and np.isfinite(losses["test_loss"]).all()
+    for picture in ("adamw_schedules", "comparison"):
         assert (tmp_path / f"{picture}.png").stat().st_size > 10_000
 
 

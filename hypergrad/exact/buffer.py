@@ -36,6 +36,7 @@ class Turn(NamedTuple):
     n: Array  # int64, the leaf's smallest numerator: all of them where the decay is a scalar
     spills: Array  # bool, whether a word leaves the heads
     slot: Array  # int32, the number of words spilled before
+    step: Array | int = 0  # int32; the same for the whole batch under vmap, whatever else differs
 
 
 class Buffer(NamedTuple):
@@ -80,10 +81,10 @@ def divide_by(buffer: Buffer, c: Value, n: Array, denominator: int, turn: Turn) 
 
 def computed_apart(turn: Turn, function: Callable[..., Any], *args: Any) -> Any:
     """function(*args), compiled apart from what surrounds it and its results stored: a branch is a boundary that XLA
-    respects, and that this one is always taken (1 <= n) it cannot see."""
+    respects, and that this one is always taken it does not see."""
     shapes = jax.eval_shape(function, *args)
     nothing = lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # noqa: E731
-    return jax.lax.cond(turn.n > 0, function, nothing, *args)
+    return jax.lax.cond(turn.step >= 0, function, nothing, *args)
 
 
 def _spill(buffer: Buffer, turn: Turn) -> Buffer:
@@ -121,7 +122,7 @@ def schedule(n: Array, denominator: int) -> Schedule:
         return (bound, slot), Turn(n, spills, carry[1])
 
     (bound, words), turns = jax.lax.scan(body, (jnp.int64(0), jnp.int32(0)), n)
-    return Schedule(turns, words, bound)
+    return Schedule(turns._replace(step=jnp.arange(n.shape[0], dtype=jnp.int32)), words, bound)
 
 
 def words_needed(n: np.ndarray, denominator: int) -> int:
