@@ -58,6 +58,7 @@ def _comparison(methods: dict[str, Any]) -> Any:
     curves.set(xlabel="training step", ylabel="training loss (nats)", yscale="log", title="training, mean over seeds")
     meta.set(xlabel="meta-step", ylabel="validation loss (nats)", title="meta-learning, mean over seeds")
     dots.set(xlabel="test loss (nats)", title="test loss, one dot per seed")
+    dots.locator_params(axis="x", nbins=5)
     curves.legend(frameon=False)
     meta.legend(frameon=False)
     return figure

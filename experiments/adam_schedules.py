@@ -60,17 +60,25 @@ class Experiment:
 
     def __init__(self, config: Config, data: Data) -> None:
         self.config, self.data = config, data
+        self.x, self.y = (jnp.asarray(part) for part in data.train)
         self.sizes = (data.train.x.shape[1], *config.hidden, 10)
 
-    @staticmethod
-    def loss(params: Any, _: Any, batch: Any) -> Array:
-        return _models.cross_entropy(params, *batch)
+    def loss(self, params: Any, _: Any, rows: Array) -> Array:
+        return _models.cross_entropy(params, self.x[rows], self.y[rows])
 
-    def trained(self, optimizer: Any, key: Array, throw: bool = True) -> hg.Trained:
+    def draw(self, key: Array) -> tuple[Any, Array]:
+        """(initial parameters, the rows of every batch), each from one call: random bits take long to compile."""
         init_key, batch_key = jax.random.split(key)
-        params = _models.init_mlp(init_key, self.sizes, 0.1)
-        batches = hg.minibatches(tuple(self.data.train), self.config.batch_size, batch_key)
-        return hg.train(self.loss, params, optimizer, batches, steps=self.config.steps, throw=throw)
+        shapes = jax.eval_shape(lambda: _models.init_mlp(jax.random.key(0), self.sizes, 1.0))
+        leaves, tree = jax.tree.flatten(shapes)
+        ends = np.cumsum([x.size for x in leaves])
+        parts = jnp.split(0.1 * jax.random.normal(init_key, (int(ends[-1]),)), ends[:-1])
+        params = jax.tree.unflatten(tree, [p.reshape(x.shape) for p, x in zip(parts, leaves, strict=True)])
+        return params, jax.random.randint(batch_key, (self.config.steps, self.config.batch_size), 0, len(self.y))
+
+    def trained(self, optimizer: Any, drawn: tuple[Any, Array], throw: bool = True) -> hg.Trained:
+        params, rows = drawn
+        return hg.train(self.loss, params, optimizer, hg.stacked(rows), throw=throw)
 
     def val_fn(self, params: Any) -> Array:
         return _models.cross_entropy(params, *self.data.validation)
@@ -101,15 +109,15 @@ class Experiment:
         schedule = optax.warmup_cosine_decay_schedule(0.1, 1.0, warm, steps, 0.01)
         return jnp.asarray(peaks, jnp.float32)[:, None] * jax.vmap(schedule)(jnp.arange(steps))
 
-    def best(self, make: Optimizer, candidates: Any, keys: Array) -> list[int]:
-        """For each seed, the candidate of least validation loss, all of them trained at once."""
+    def judged(self, make: Optimizer, candidates: Any, keys: Array) -> np.ndarray:
+        """The validation loss of every candidate for each seed, all trained at once: [candidates, seeds]."""
 
-        def value(hypers: Any, key: Array) -> Array:
-            return self.val_fn(self.trained(make(hypers), key, throw=False).params)  # NaN where it diverges
+        def value(hypers: Any, drawn: Any) -> Array:
+            return self.val_fn(self.trained(make(hypers), drawn, throw=False).params)  # NaN where it diverges
 
         over_seeds = jax.vmap(value, in_axes=(None, 0))
-        values = jax.jit(jax.vmap(over_seeds, in_axes=(0, None)))(hg.natural(candidates), keys)
-        return [int(i) for i in jnp.nanargmin(values, axis=0)]
+        drawn = jax.jit(jax.vmap(self.draw))(keys)
+        return np.asarray(jax.jit(jax.vmap(over_seeds, in_axes=(0, None)))(hg.natural(candidates), drawn))
 
     def learned(self, make: Optimizer, hypers: Any, key: Array) -> hg.Result:
         """One schedule per seed, all learned at once: their losses are summed, so that none sees another's gradient."""
@@ -117,7 +125,7 @@ class Experiment:
 
         def train_fn(hypers: Any, key: Array) -> Any:
             keys = jax.random.split(key, config.seeds)
-            return jax.vmap(lambda h, k: self.trained(make(h), k).params)(hypers, keys)
+            return jax.vmap(lambda h, drawn: self.trained(make(h), drawn).params)(hypers, jax.vmap(self.draw)(keys))
 
         def val_fn(params: Any) -> Array:
             return jnp.sum(jax.vmap(self.val_fn)(params))
@@ -131,17 +139,20 @@ class Experiment:
         parts = {"validation": self.data.validation, "test": self.data.test}
         judges = {"loss": _models.cross_entropy, "error": _models.error_rate}
 
-        def one(hypers: Any, key: Array) -> Any:
-            run = self.trained(make(hypers), key)
+        def one(hypers: Any, drawn: Any) -> Any:
+            run = self.trained(make(hypers), drawn)
             return {f"{p}_{j}": f(run.params, *x) for p, x in parts.items() for j, f in judges.items()}, run.losses
 
         over_keys = jax.vmap(one, in_axes=(None, 0))
-        numbers, curves = jax.jit(jax.vmap(over_keys, in_axes=(0, None)))(hg.natural(hypers), keys)
+        drawn = jax.jit(jax.vmap(self.draw))(keys)
+        numbers, curves = jax.jit(jax.vmap(over_keys, in_axes=(0, None)))(hg.natural(hypers), drawn)
         return {name: np.asarray(x).mean(axis=1) for name, x in numbers.items()}, np.asarray(curves).mean(axis=1)
 
 
-def rows_of(hypers: Any, rows: list[int]) -> Any:
-    return jax.tree.map(lambda x: x[np.asarray(rows)], hypers)
+def best_rows(candidates: Any, values: np.ndarray, among: range) -> Any:
+    """For each seed, the candidate of least value in a range."""
+    best = among.start + np.nanargmin(values[list(among)], axis=0)
+    return jax.tree.map(lambda x: x[best], candidates)
 
 
 def main(config: Config) -> dict[str, Any]:
@@ -151,10 +162,13 @@ def main(config: Config) -> dict[str, Any]:
     grid_key, adam_key, sgd_key = jax.random.split(jax.random.key(0), 3)
     keys = jax.random.split(grid_key, config.seeds)
     rates, sgd_rates = np.geomspace(1e-3, 0.1, config.grid), np.geomspace(0.1, 5, config.grid)
-    constants, cosines = experiment.adamw_hypers(rates), experiment.adamw_hypers(experiment.cosine(rates))
-    constant, cosine = (rows_of(c, experiment.best(adamw, c, keys)) for c in (constants, cosines))
+    every_constant = np.repeat(rates[:, None], config.steps, axis=1)
+    candidates = experiment.adamw_hypers(jnp.concatenate([every_constant, experiment.cosine(rates)]))
+    values = experiment.judged(adamw, candidates, keys)
+    constant = best_rows(candidates, values, range(config.grid))
+    cosine = best_rows(candidates, values, range(config.grid, 2 * config.grid))
     sgd_constants = experiment.sgd_hypers(sgd_rates)
-    sgd_start = rows_of(sgd_constants, experiment.best(sgd, sgd_constants, keys))
+    sgd_start = best_rows(sgd_constants, experiment.judged(sgd, sgd_constants, keys), range(config.grid))
     adamw_run, sgd_run = experiment.learned(adamw, constant, adam_key), experiment.learned(sgd, sgd_start, sgd_key)
     adamw_rows = jax.tree.map(lambda *x: jnp.concatenate(x), constant, cosine, adamw_run.hypers)
     names = ["AdamW, best constant", "AdamW, cosine with warm-up", "AdamW, learned"]
