@@ -86,7 +86,5 @@ def test_rules_without_inverse_are_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize("optimizer", [hg.SGD(0.1, 0.0), hg.RMSProp(0.1, momentum=0.0), hg.Adagrad(0.1, momentum=0.0)])
 def test_rules_without_momentum_are_refused_with_the_reason(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
-    with pytest.raises(
-        hg.RangeError, match=f"momentum.* got 0.0.* {name} without momentum has no exact inverse.* however small"
-    ):
+    with pytest.raises(hg.RangeError, match=rf"momentum.* got 0.0.* no inverse \(.*{name}.* without momentum"):
         hg.testing.check_inverse(optimizer)

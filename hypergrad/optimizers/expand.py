@@ -37,7 +37,7 @@ def expand(optimizer: Optimizer, params: Any, steps: int, only: tuple[str, ...] 
                 continue
             values = _broadcast_prefix(name, given, params)
             for h, value, (path, leaf) in zip(expanded, values, leaves, strict=True):
-                x = _with_step_axis(name, value, jax.tree_util.keystr(path), leaf, steps, rounded.get(field), rule)
+                x = _with_step_axis(name, value, jax.tree_util.keystr(path), leaf, steps, rounded.get(field))
                 h[key] = _ratio(rounded[field], x) if field in rounded else x
     return expanded
 
@@ -112,7 +112,7 @@ def _broadcast_prefix(name: str, value: Any, params: Any) -> list[Any]:
         ) from e
 
 
-def _with_step_axis(name: str, value: Any, path: str, leaf: Array, steps: int, link: Link | None, rule: Optimizer) -> Array:
+def _with_step_axis(name: str, value: Any, path: str, leaf: Array, steps: int, link: Link | None) -> Array:
     where = f"{name} for params{path}"
     raw = value.values if isinstance(value, PerStep) else value
     if not eqx.is_array_like(raw) or not jnp.issubdtype(jnp.result_type(raw), jnp.number):
@@ -120,7 +120,7 @@ def _with_step_axis(name: str, value: Any, path: str, leaf: Array, steps: int, l
     if jnp.issubdtype(jnp.result_type(raw), jnp.complexfloating):
         raise TypeError(f"{where} must be real; got {describe(raw)}.")
     if link is not None and concrete(raw):
-        _check_decay(where, np.asarray(raw), link, type(rule).__name__, per_step=isinstance(value, PerStep))
+        _check_decay(where, np.asarray(raw), link, per_step=isinstance(value, PerStep))
     x = jnp.asarray(raw).astype(compute_dtype(leaf))
     if isinstance(value, PerStep):
         if x.ndim == 0 or x.shape[0] != steps:
@@ -136,17 +136,11 @@ def _with_step_axis(name: str, value: Any, path: str, leaf: Array, steps: int, l
     return x.reshape(x.shape[0], *(rest or (1,) * leaf.ndim))
 
 
-def _check_decay(where: str, value: np.ndarray, link: Link, rule: str, *, per_step: bool) -> None:
+def _check_decay(where: str, value: np.ndarray, link: Link, *, per_step: bool) -> None:
     lowest, highest = decay_interval(link)
     n = np.round(value.astype(np.float64) * link.denominator) / link.denominator
     bad = ~((n >= lowest) & (n <= highest))
     if bad.any():
         index = np.unravel_index(np.argmax(bad), bad.shape)
         step = int(index[0]) if per_step else -1
-        sentence = decay_sentence(where, float(value[index]), step, link.denominator)
-        if value[index] == 0 and link.decay == "momentum":
-            sentence += (
-                f" {rule} without momentum has no exact inverse: its step adds a gradient taken at the very parameters that "
-                "undoing it must find. Take a momentum, however small."
-            )
-        raise RangeError(sentence)
+        raise RangeError(decay_sentence(where, float(value[index]), step, link.denominator))
