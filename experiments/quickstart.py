@@ -159,9 +159,7 @@ def main(config: Config) -> dict[str, Any]:
     print(f"bits per parameter and step: {proof.bits_per_parameter_step:.4f}, ", end="")
     print(f"log2(1/gamma) = {proof.ideal_bits_per_parameter_step:.4f}")
     config.out.mkdir(parents=True, exist_ok=True)
-    pictures = _quickstart_plots.draw(
-        config.out, hg.natural(start), hg.natural(result.hypers), result.history, experiment.data.side
-    )
+    pictures = _quickstart_plots.draw(config.out, start, result, experiment.data.side)
     numbers = {
         "hyperparameters": count, "start_learning_rate": rate, "before": before._asdict(), "after": after._asdict(),
         "certificate": proof._asdict(), "seconds": seconds, "values": [s.value for s in result.history],

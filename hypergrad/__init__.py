@@ -1,13 +1,21 @@
 """Exact hypergradients: train a JAX model, run the training backwards bit for bit, learn its hyperparameters."""
 
 from hypergrad import callbacks as callbacks
+from hypergrad import plots as plots
 from hypergrad import testing as testing
+from hypergrad._agreement import GradientCheck as GradientCheck
+from hypergrad._agreement import Smoothness as Smoothness
+from hypergrad._agreement import check_gradient as check_gradient
+from hypergrad._agreement import check_smoothness as check_smoothness
 from hypergrad._check import Certificate as Certificate
 from hypergrad._check import check_reversal as check_reversal
-from hypergrad._optimize import MetaStep as MetaStep
-from hypergrad._optimize import Result as Result
+from hypergrad._diagnose import Diagnosis as Diagnosis
+from hypergrad._diagnose import diagnose as diagnose
+from hypergrad._history import MetaStep as MetaStep
+from hypergrad._meta_loop import Result as Result
 from hypergrad._optimize import hypergradient as hypergradient
 from hypergrad._optimize import optimize as optimize
+from hypergrad._optimize import restarts as restarts
 from hypergrad._train import Trained as Trained
 from hypergrad._train import train as train
 from hypergrad.adjoints import Checkpointed as Checkpointed
@@ -21,11 +29,11 @@ from hypergrad.errors import HypergradError as HypergradError
 from hypergrad.errors import NonFiniteError as NonFiniteError
 from hypergrad.errors import RangeError as RangeError
 from hypergrad.errors import ReversalError as ReversalError
-from hypergrad.hypers import PerStep as PerStep
 from hypergrad.hypers import bounded as bounded
 from hypergrad.hypers import fixed as fixed
 from hypergrad.hypers import natural as natural
 from hypergrad.hypers import positive as positive
+from hypergrad.hypers import scatter as scatter
 from hypergrad.hypers import unit_interval as unit_interval
 from hypergrad.optimizers import SGD as SGD
 from hypergrad.optimizers import Adagrad as Adagrad
@@ -37,6 +45,8 @@ from hypergrad.optimizers import add_decayed_weights as add_decayed_weights
 from hypergrad.optimizers import clip as clip
 from hypergrad.optimizers import clip_by_global_norm as clip_by_global_norm
 from hypergrad.optimizers import freeze as freeze
+from hypergrad.schedules import PerStep as PerStep
+from hypergrad.schedules import knots as knots
 
 
 _NOT_REVERSIBLE = {

@@ -14,7 +14,7 @@ from hypergrad.errors import OK
 from hypergrad.loop.forward import in_order, train_step
 from hypergrad.loop.problem import Inputs, Problem, join_steps, schedules, split_steps, turns_of
 from hypergrad.loop.status import assess, most_words
-from hypergrad.loop.step import Exact, computed, returned, settled, start, unstep
+from hypergrad.loop.step import Exact, returned, settled, start, unstep
 
 
 class Mismatch(NamedTuple):
@@ -91,16 +91,24 @@ def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
         constant, theta, frozen = consts
         t, stepped, turns = x
         h = join_steps(constant, stepped)
-        state = unstep(rule, state, h, turns, lambda w: computed(rule, turns, gradient, settled(w), theta, frozen, t)[1])
-        return state, (_state_print(rule, state), _batch_print(problem, inputs, t))
+        batch = problem.batch(frozen, t)
+
+        def again(w: list[Array]) -> list[Array]:
+            value, g = problem.apart(t, gradient, settled(w), theta, frozen, batch)
+            losses.append(value)
+            return g
+
+        losses: list[Array] = []
+        state = unstep(rule, state, h, turns, again)
+        return state, (_state_print(rule, state), _batch_print(problem, inputs, t), losses[-1])
 
     first = start(rule, inputs.values, words)
     end, (states, batches, losses, entering, others) = problem.run(forward, consts, first, xs)
     magnitudes = in_order(problem, first, end, entering, others)
-    last, (back_states, back_batches) = problem.run(backward, consts, end, xs, reverse=True)
+    last, (back_states, back_batches, again) = problem.run(backward, consts, end, xs, reverse=True)
     status = assess(problem, inputs.values, inputs.h, plan, magnitudes, losses, words)
     there, back = _Trace(states, batches, magnitudes), _Trace(back_states, back_batches, magnitudes)
-    return status, returned(rule, inputs.values, last), there, back
+    return status, returned(rule, inputs.values, last) & jnp.isfinite(again).all(), there, back
 
 
 def _first_mismatch(problem: Problem, there: Any, back: Any) -> Mismatch:
@@ -117,7 +125,7 @@ def _state_print(rule: Any, state: Exact) -> Array:
 
 def _batch_print(problem: Problem, inputs: Inputs, t: Array) -> Array:
     with jax.enable_x64(problem.x64):
-        batch = problem.assemble(inputs.values["params"], inputs.theta, inputs.frozen, t)[2]
+        batch = problem.assemble.batch(inputs.frozen, t)
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     leaves = [jax.random.key_data(x) if is_key(x) else jnp.asarray(x) for x in jax.tree.leaves(batch)]
     return _prints(leaves)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,17 @@ from hypergrad.optimizers.expand import compute_dtype
 
 
 _BATCH_CURE = "hg.minibatches(data, batch_size, key), hg.stacked(arrays) (leading axis = step) or hg.full_batch(data)"
+_NEEDS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+_FLAX_CURES = {  # by the name of flax's error: flax is not imported here
+    "TraceContextError": "The loss changes a flax object that was made outside of it, most often a stream of random keys: "
+    "pass a key in the batch and call model(x, rngs=nnx.Rngs(key)).",
+    "ModifyScopeVariableError": "Running statistics are no parameters, and each step must depend on `params`, `theta` and t "
+    "alone: take GroupNorm or LayerNorm, or apply with mutable=['batch_stats'] and drop the new statistics.",
+}
 
 
 def check_kinds(loss: Any, optimizer: Any, batches: Any, adjoint: Any) -> None:
@@ -32,10 +44,13 @@ def check_kinds(loss: Any, optimizer: Any, batches: Any, adjoint: Any) -> None:
             )
         raise TypeError(f"`optimizer` must be a reversible optimizer such as hg.SGD(0.1, 0.9); got {describe(optimizer)}.")
     if not callable(batches):
-        raise TypeError(
-            f"`batches` must be a function t -> batch; got {type(batches).__name__}. A bare tuple or array does not say "
-            f"what a step sees: wrap it in {_BATCH_CURE}."
-        )
+        what = f"`batches` must be a function t -> batch; got {type(batches).__name__}."
+        if hasattr(batches, "__iter__") and not isinstance(batches, (tuple, list, dict)) and not eqx.is_array_like(batches):
+            raise TypeError(
+                f"{what} An iterator gives a batch once, and the way back needs it again: collect its batches with "
+                "hg.stacked(jax.tree.map(lambda *b: np.stack(b), *batches)), or load batch t with jax.pure_callback."
+            )
+        raise TypeError(f"{what} A bare tuple or array does not say what a step sees: wrap it in {_BATCH_CURE}.")
     if not hasattr(adjoint, "run"):
         raise TypeError(f"`adjoint` must be hg.Reversible(), hg.Unrolled() or hg.Checkpointed(); got {describe(adjoint)}.")
     try:
@@ -45,7 +60,8 @@ def check_kinds(loss: Any, optimizer: Any, batches: Any, adjoint: Any) -> None:
             f"`loss` ({_name(loss)}) holds arrays and is no plain function. Make it one, and pass arrays through `params`, "
             "`theta` or the batch."
         ) from e
-    check_signature(loss)
+    check_signature("loss(params, theta, batch)", loss, "Without theta write loss(params, _, batch).")
+    check_signature("batches(t)", batches, f"t is the step; or take {_BATCH_CURE}.")
     for role, function in (("loss", loss), ("batches", batches)):
         reject_traced_closure(role, function)
 
@@ -98,26 +114,74 @@ def check_steps(steps: Any, batches: Any) -> int:
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1; got {steps}.")
     if known is not None and steps != known:
-        raise ValueError(f"steps={steps} contradicts `batches`: hg.stacked has {known} along its leading axis.")
+        raise ValueError(
+            f"steps={steps} contradicts `batches`: hg.stacked has {known} along its leading axis. A list of batches is "
+            "a pytree to it: stack them first, jax.tree.map(lambda *b: np.stack(b), *batches)."
+        )
     return int(steps)
 
 
-def check_signature(loss: Any) -> None:
+def check_signature(call: str, function: Any, otherwise: str) -> None:
+    """`call`: how the library calls it, such as "loss(params, theta, batch)"."""
+    name, count = call.partition("(")[0], call.count(",") + 1
     try:
-        inspect.signature(loss).bind(None, None, None)
+        inspect.signature(function).bind(*[None] * count)
     except TypeError as e:
+        arguments = ("one argument", "two arguments", "three arguments")[count - 1]
         raise TypeError(
-            f"`loss` must take three arguments, loss(params, theta, batch); {_name(loss)} has the signature "
-            f"{inspect.signature(loss)}. Without theta write loss(params, _, batch)."
+            f"`{name}` must take {arguments}, {call}; {_name(function)} has the signature "
+            f"{inspect.signature(function)}. {otherwise}"
         ) from e
     except ValueError:
         pass  # a builtin without a signature: calling it will tell
 
 
+@contextlib.contextmanager
+def calling_batches(batches: Any) -> Iterator[None]:
+    """The step is traced, so Python's `int`, `if` and indexing cannot read it: say what can."""
+    try:
+        yield
+    except _NEEDS_A_VALUE as e:
+        raise TypeError(
+            f"`batches` ({_name(batches)}) asks for the value of t, which is traced: training is compiled as one loop. "
+            "Index JAX arrays (jnp.asarray(data)[t]), stack a list of batches for hg.stacked, choose with jnp.where, or "
+            "load from the host with jax.pure_callback."
+        ) from e
+
+
+@contextlib.contextmanager
+def calling(call: str, *arguments: Any) -> Iterator[None]:
+    """An error out of the user's function keeps its class and text, and gets a note of what the function was given."""
+    try:
+        yield
+    except Exception as e:
+        given = dict(zip(call.partition("(")[2].rstrip(")").split(", "), arguments, strict=True))
+        lines = [f"  {name} = {_outline(x)}" for name, x in given.items()]
+        e.add_note("\n".join([f"`{call}` was called by hypergrad with", *lines, *_hints(e, given)]))
+        raise
+
+
+def _hints(error: Exception, arguments: dict[str, Any]) -> Iterator[str]:
+    if type(error).__name__ in _FLAX_CURES:
+        yield _FLAX_CURES[type(error).__name__]
+    if "NoneType" not in str(error):
+        return
+    if arguments.get("theta", ()) is None:
+        yield "theta is what hg.train(..., theta=...) was given, and stands between params and batch."
+    if any(x is None for x in jax.tree.leaves(arguments.get("params"), is_leaf=lambda x: x is None)):
+        yield "A model that equinox.partition took apart is put together with equinox.combine(params, static)."
+
+
+def _outline(tree: Any) -> str:
+    """Structure, shapes and dtypes of a pytree, on one line."""
+    return textwrap.shorten(eqx.tree_pformat(tree, width=10_000), 300, placeholder=" ...")
+
+
 def check_loss_value(value: Any) -> None:
     """`value`: what the loss returns, as `jax.eval_shape` knows it."""
     if not isinstance(value, jax.ShapeDtypeStruct):
-        raise TypeError(f"`loss` must return one scalar; got a {type(value).__name__}. Return the loss alone.")
+        kind = type(value).__name__
+        raise TypeError(f"`loss` must return one scalar; got a {kind}. Return the loss alone: hg.train differentiates it.")
     if value.shape != ():
         raise ValueError(f"`loss` must return a scalar; got shape {value.shape}. Take its mean or sum.")
     if not jnp.issubdtype(value.dtype, jnp.floating):

@@ -53,7 +53,7 @@ def _rule_of(optimizer: Optimizer, params: Any) -> _step.Rule:
     bits = tuple(tuple(link_fraction_bits(link, x, None) for x in leaves) for link in chain)
     dtypes = tuple(compute_dtype(x) for x in leaves)
     own = tuple(np.dtype(x.dtype) for x in leaves)
-    return _step.Rule(chain, bits, dtypes, own, DEVICE, optimizer.linear, transforms(optimizer))
+    return _step.Rule(chain, bits, dtypes, own, DEVICE, optimizer.linear, not optimizer.linear, transforms(optimizer))
 
 
 def _drawn(rng: np.random.Generator, rule: _step.Rule, link: Link, like: Any) -> list[Value]:

@@ -4,9 +4,11 @@ Invariant: `surface` returns a flag that every output is masked with, so that a 
 """
 
 import contextlib
-import contextvars
+import itertools
+import threading
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,9 @@ class Ledger:
     """Collects the statuses of the runs inside one evaluation, from compiled code too (`listen`)."""
 
     def __init__(self) -> None:
+        with _ONE_AT_A_TIME:
+            self.number = next(i for i in itertools.count() if i not in _LEDGERS)  # the next one will have it again
+            _LEDGERS[self.number] = self
         self.statuses: list[Status] = []
         self.failure: Status | None = None  # the first, of a run that was asked to throw
         self.capacity = 0  # words per parameter, at least, for runs that leave the choice to the library
@@ -37,21 +42,22 @@ class Ledger:
         return self.failure or max(self.statuses, key=lambda s: float(s.bits), default=None)
 
 
-_LEDGER: contextvars.ContextVar[Ledger | None] = contextvars.ContextVar("hypergrad_ledger", default=None)
+# Compiled code knows its ledger by number, which is in the key of every jit cache: what a user has jitted reports to the
+# ledger of today, and to none without one. JAX calls back from threads of its own, so no context variable would do.
+_LEDGERS: weakref.WeakValueDictionary[int, Ledger] = weakref.WeakValueDictionary()
+_LISTENER = jax.make_user_context(-1)
+_ONE_AT_A_TIME = threading.Lock()
 
 
 @contextlib.contextmanager
 def listen(ledger: Ledger) -> Iterator[Ledger]:
-    """Runs traced or executed inside report to `ledger`; compiled code keeps reporting to the one it was traced with."""
-    token = _LEDGER.set(ledger)
-    try:
+    """Runs traced or executed inside report to `ledger`, and do not raise from compiled code."""
+    with _LISTENER(ledger.number):
         yield ledger
-    finally:
-        _LEDGER.reset(token)
 
 
 def current_ledger() -> Ledger | None:
-    return _LEDGER.get()
+    return _LEDGERS.get(_LISTENER.value)
 
 
 def surface(status: Status, throw: bool) -> Array:
@@ -59,7 +65,7 @@ def surface(status: Status, throw: bool) -> Array:
 
     Compiled code under a ledger only reports to it: who listens raises, with the class and without a detour through XLA.
     """
-    ledger = _LEDGER.get()
+    ledger, throw = current_ledger(), throw and not probing()
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(status)):
         if ledger is not None:
             ledger.record(status, throw)
@@ -69,11 +75,13 @@ def surface(status: Status, throw: bool) -> Array:
     if not throw and ledger is None:
         return status.ok
 
+    number = _LISTENER.value
+
     def report(*leaves: Any) -> np.ndarray:
         known = jax.tree.unflatten(jax.tree.structure(status), [np.asarray(x) for x in leaves])
-        if ledger is not None:
-            ledger.record(known, throw)
-        elif int((worst := known.worst()).code) != OK:
+        if (now := _LEDGERS.get(number)) is not None:
+            now.record(known, throw)
+        elif throw and int((worst := known.worst()).code) != OK:
             raise worst.error()
         return np.asarray(known.code == OK)
 
@@ -85,3 +93,41 @@ def surface(status: Status, throw: bool) -> Array:
 def mask(ok: Array, tree: Any) -> Any:
     """NaN in every float leaf where `ok` is False."""
     return jax.tree.map(lambda x: jnp.where(ok, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+class Trace(NamedTuple):
+    """One reverse pass, as a probe saw it."""
+
+    status: Status
+    losses: np.ndarray  # [steps]
+    norms: dict[str, np.ndarray]  # link -> norm of its cotangent before each step and at the end, float64 [steps + 1]
+
+
+# In the key of every jit cache: what was compiled without a probe is traced again under one, and the other way round.
+_PROBING = jax.make_user_context(False)
+_TRACES: list[Trace] = []  # not a context variable: JAX calls back from threads of its own
+_ONE_PROBE = threading.Lock()
+
+
+@contextlib.contextmanager
+def probe() -> Iterator[list[Trace]]:
+    """Runs differentiated inside leave a `Trace` each, and none raises: a run that fails is a result, not an error."""
+    with _ONE_PROBE:
+        _TRACES.clear()
+        with _PROBING(True):
+            yield _TRACES
+            jax.effects_barrier()
+
+
+def probing() -> bool:
+    return bool(_PROBING.value)
+
+
+def trace(status: Status, losses: Array, norms: dict[str, Array]) -> None:
+    """Leave a `Trace` with the probe, from compiled code too; one for each element of a batch."""
+    with jax.enable_x64(True):
+        jax.debug.callback(_keep, status, losses, norms)
+
+
+def _keep(status: Status, losses: Any, norms: Any) -> None:
+    _TRACES.append(Trace(*jax.tree.map(np.asarray, (status, losses, norms))))

@@ -76,9 +76,15 @@ def set_up(
     theta = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (float, np.ndarray)) else x, theta)
     assemble, theta_leaves, frozen = _take_apart(params, theta, batches)
     leaves, tree = jax.tree.flatten(params)
-    evaluate = lambda *flowing: loss(*assemble(*flowing))  # noqa: E731
-    t = jax.ShapeDtypeStruct((), jnp.int32)
-    door.check_loss_value(jax.eval_shape(evaluate, leaves, theta_leaves, frozen, t))
+
+    def evaluate(w: list[Array], theta: list[Array], frozen: list[Any], t: Array) -> Any:
+        with door.calling_batches(batches):
+            batch = assemble.batch(frozen, t)
+        arguments = assemble.arguments(w, theta, frozen, batch)
+        with door.calling("loss(params, theta, batch)", *arguments):
+            return loss(*arguments)
+
+    door.check_loss_value(jax.eval_shape(evaluate, leaves, theta_leaves, frozen, jax.ShapeDtypeStruct((), jnp.int32)))
     values = door.check_state(optimizer.chain, params, state)
     rule = Rule(
         optimizer.chain,
@@ -87,6 +93,7 @@ def set_up(
         tuple(np.dtype(x.dtype) for x in leaves),
         GMPY2 if adjoint.buffer == "gmpy2" else DEVICE,
         optimizer.linear,
+        not optimizer.linear or bool(adjoint.isolate),
         transforms(optimizer),
     )
     words = tuple(_words_known(optimizer, link, params, steps) for link in optimizer.chain)
@@ -122,16 +129,17 @@ class _Tree:
 
 @dataclasses.dataclass(frozen=True)
 class _Assemble:
-    """(parameter leaves, theta's float leaves, frozen arrays, t) -> the three arguments of the loss."""
+    """From parameter leaves, theta's float leaves, frozen arrays and t to the three arguments of the loss."""
 
     params: Any
     theta: _Tree
     batches: _Tree
 
-    def __call__(self, w: list[Array], theta: list[Array], frozen: list[Any], t: Array) -> tuple[Any, Any, Any]:
-        arrays = iter(frozen)
-        theta_tree = self.theta.join(iter(theta), arrays)
-        return jax.tree.unflatten(self.params, w), theta_tree, self.batches.join(iter(()), arrays)(t)
+    def batch(self, frozen: list[Any], t: Array) -> Any:
+        return self.batches.join(iter(()), iter(frozen[self.theta.leaves.count("array") :]))(t)
+
+    def arguments(self, w: list[Array], theta: list[Array], frozen: list[Any], batch: Any) -> tuple[Any, Any, Any]:
+        return jax.tree.unflatten(self.params, w), self.theta.join(iter(theta), iter(frozen)), batch
 
 
 def _take_apart(params: Any, theta: Any, batches: Any) -> tuple[_Assemble, list[Array], list[Any]]:

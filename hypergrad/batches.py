@@ -87,7 +87,13 @@ def minibatches(data: Any, batch_size: int, key: Array, replacement: bool = Fals
         raise ValueError(f"`batch_size` must be an integer from 1 to the {size} examples of `data`; got {batch_size!r}.")
     if size * batch_size >= 2**31:
         raise ValueError(f"{size} examples x batch_size {batch_size} overflows 32-bit positions; take smaller batches.")
-    return Minibatches(data, key, batch_size, replacement)
+    return Minibatches(data, check_key(key), batch_size, replacement)
+
+
+def check_key(key: Any) -> Array:
+    if not hasattr(key, "dtype"):
+        raise TypeError(f"`key` must be a JAX key such as jax.random.key(0); got {type(key).__name__} {key!r}.")
+    return key
 
 
 def _leading_axis(name: str, arrays: Any) -> int:

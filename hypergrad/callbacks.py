@@ -1,20 +1,39 @@
-"""Callbacks of `hg.optimize`: functions of a `MetaStep` that stop the loop by returning True."""
+"""Callbacks of `hg.optimize`: functions of a `MetaStep` that stop the loop by returning True.
+
+One that remembers has a method `begin(history)` too, called before the first meta-step of each run with those that it goes
+on from: `[]` if it starts anew, None if it keeps no checkpoint.
+"""
 
 import json
+import os
 import pathlib
 import sys
 from typing import IO, Any
 
 
 class Progress:
-    """A line per meta-step on standard error, or on `file`."""
+    """A line per meta-step on standard error, or on `file`; what came to an end of its interval is named."""
 
     def __init__(self, file: IO[str] | None = None) -> None:
         self.file = file
 
+    def begin(self, history: list[Any] | None) -> None:
+        if history:
+            self._print(f"going on after meta-step {history[-1].step}")
+
     def __call__(self, done: Any) -> None:
-        line = f"meta-step {done.step:4d}   value {done.value:.6g}   |gradient| {done.gradient_norm:.3g}"
-        print(f"{line}   {done.seconds:.2f} s", file=self.file or sys.stderr, flush=True)
+        line = f"meta-step {done.step:4d}   value {done.value:.6g}"
+        if done.value_error == done.value_error:  # more than one seed
+            line += f" +- {done.value_error:.2g}"
+        if done.monitor == done.monitor:
+            line += f"   monitor {done.monitor:.6g}"
+        line += f"   |gradient| {done.gradient_norm:.3g}   {done.seconds:.2f} s"
+        if done.failed_seeds:
+            line += f"   {done.failed_seeds} failed"
+        self._print("   ".join((line, *done.at_bounds)))
+
+    def _print(self, line: str) -> None:
+        print(line, file=self.file or sys.stderr, flush=True)
 
 
 class StopOnGrowth:
@@ -27,7 +46,12 @@ class StopOnGrowth:
         if not factor > 1 or patience < 1:
             raise ValueError(f"StopOnGrowth needs factor > 1 and patience >= 1; got {factor!r} and {patience!r}.")
         self.factor, self.patience = factor, patience
+        self.begin(None)
+
+    def begin(self, history: list[Any] | None) -> None:
         self.smallest, self.grown = float("inf"), 0
+        for done in history or ():
+            self(done)
 
     def __call__(self, done: Any) -> bool:
         self.smallest = min(self.smallest, done.gradient_norm)  # a NaN norm leaves it, and counts as grown
@@ -35,20 +59,49 @@ class StopOnGrowth:
         return self.grown >= self.patience
 
 
+class EarlyStopping:
+    """Stop once `patience` meta-steps in a row have not lowered the best value by more than `tolerance`.
+
+    It judges `monitor`, the value on a third split, if `hg.optimize` was given a `monitor_fn`; else the validation value.
+    """
+
+    def __init__(self, patience: int = 10, tolerance: float = 0.0) -> None:
+        if patience < 1 or not tolerance >= 0:
+            raise ValueError(f"EarlyStopping needs patience >= 1 and tolerance >= 0; got {patience!r} and {tolerance!r}.")
+        self.patience, self.tolerance = patience, tolerance
+        self.begin(None)
+
+    def begin(self, history: list[Any] | None) -> None:
+        self.lowest, self.waited = float("inf"), 0
+        for done in history or ():
+            self(done)
+
+    def __call__(self, done: Any) -> bool:
+        lower = done.judged < self.lowest - self.tolerance
+        self.lowest, self.waited = (done.judged, 0) if lower else (self.lowest, self.waited + 1)
+        return self.waited >= self.patience
+
+
 class JsonLines:
-    """One JSON object per meta-step, appended to `path`: step, value, gradient_norm, seconds, bits, status."""
+    """One JSON object per meta-step, appended to `path`: the numbers of a `MetaStep`, its status by its code, NaN as null.
+
+    With a `checkpoint` the file is that run's: it is written anew from the checkpoint whenever the run begins or goes on.
+    """
 
     def __init__(self, path: str | pathlib.Path) -> None:
         self.path = pathlib.Path(path)
 
+    def begin(self, history: list[Any] | None) -> None:
+        if history is None:
+            return
+        fresh = self.path.with_name(f".{self.path.name}.part")
+        fresh.write_text("".join(self._line(done) for done in history))
+        os.replace(fresh, self.path)
+
     def __call__(self, done: Any) -> None:
-        record = {
-            "step": done.step,
-            "value": done.value,
-            "gradient_norm": done.gradient_norm,
-            "seconds": done.seconds,
-            "bits_per_parameter_step": done.bits_per_parameter_step,
-            "status": int(done.status.code) if done.status is not None else None,
-        }
         with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(self._line(done))
+
+    @staticmethod
+    def _line(done: Any) -> str:
+        return json.dumps(done.record()) + "\n"

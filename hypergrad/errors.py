@@ -104,7 +104,8 @@ class Status(eqx.Module):
                     f"the reversed run did not return to the initial bits of {where}, so its derivative is not that of "
                     "this training run. The gradients differed between the two passes: either `batches` gives another "
                     "batch the second time (it must be a pure function of t), or the loss is not deterministic on this "
-                    "device. hg.check_reversal(...) finds the step."
+                    "device, or the compiler rounded it otherwise (hg.Reversible(isolate=True) prevents that). "
+                    "hg.check_reversal(...) finds the step."
                 )
 
     def error(self) -> HypergradError:

@@ -1,8 +1,9 @@
-"""Hyperparameters: `PerStep` marks a step axis, a domain maps an unconstrained value onto its interval.
+"""Hyperparameters: a domain maps an unconstrained value onto its interval.
 
 Invariant: `natural(positive(x)) == x` up to rounding, and every unconstrained value maps into the domain.
 """
 
+import hashlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,18 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad.schedules import spread
+
 
 _UNIT_MARGIN = 2.0**-16  # the smallest momentum that the exact layer represents
-
-
-class PerStep(eqx.Module):
-    """Marks a leading axis of length `steps`: one value per training step.
-
-    values: array [steps] or [steps, *parameter shape], or a pytree of them. It goes inside a domain:
-    `hg.positive(hg.PerStep(jnp.full(100, 0.1)))`.
-    """
-
-    values: Any
 
 
 class Domain(eqx.Module):
@@ -36,9 +29,10 @@ class Domain(eqx.Module):
     high: float = eqx.field(static=True, default=math.inf)
 
     def natural(self) -> Any:
+        values = spread(self.unconstrained)
         if self.kind == "fixed":
-            return jax.tree.map(lambda x: jax.lax.stop_gradient(x) if eqx.is_array(x) else x, self.unconstrained)
-        return jax.tree.map(self._constrain, self.unconstrained)
+            return jax.tree.map(lambda x: jax.lax.stop_gradient(x) if eqx.is_array(x) else x, values)
+        return jax.tree.map(self._constrain, values)
 
     def _constrain(self, u: Array) -> Array:
         if self.kind == "positive":
@@ -70,8 +64,27 @@ def fixed(x: Any) -> Domain:
 
 
 def natural(hypers: Any) -> Any:
-    """`hypers` in natural units: domains replaced by their values, bare leaves as they are."""
-    return jax.tree.map(lambda x: x.natural() if is_domain(x) else x, hypers, is_leaf=is_domain)
+    """`hypers` in natural units: domains replaced by their values, `hg.knots` by `hg.PerStep`, bare leaves as they are."""
+    return spread(jax.tree.map(lambda x: x.natural() if is_domain(x) else x, hypers, is_leaf=is_domain))
+
+
+def at_bounds(hypers: Any) -> tuple[str, ...]:
+    """Which hyperparameters have come close to an end of their interval: a sentence each, none: (). Concrete values only.
+
+    Close is 2^-12 of the interval's width: from there the sigmoid has hardly a slope left to come back by.
+    """
+    found = []
+    for path, domain in jax.tree_util.tree_leaves_with_path(hypers, is_leaf=is_domain):
+        if not is_domain(domain) or not math.isfinite(domain.low):
+            continue
+        margin = 2.0**-12 * (domain.high - domain.low)
+        for inner, x in jax.tree_util.tree_leaves_with_path(domain.natural()):
+            values, where = np.asarray(x), "hypers" + hyper_path((*path, *inner))
+            for name, bound in (("lower", domain.low), ("upper", domain.high)):
+                if count := int(np.sum(np.abs(values - bound) < margin)):
+                    of = f"{count} of {values.size} values are" if values.size > 1 else "is"
+                    found.append(f"{where}: {of} at the {name} bound {bound:.6g}")
+    return tuple(found)
 
 
 def is_domain(x: Any) -> bool:
@@ -86,6 +99,15 @@ def split_fixed(hypers: Any) -> tuple[Any, Any]:
         return jax.tree.map(lambda _: learned, x)
 
     return eqx.partition(hypers, jax.tree.map(spec, hypers, is_leaf=is_domain))
+
+
+def scatter(hypers: Any, key: Array, scale: float = 1.0) -> Any:
+    """u + scale N(0, 1) in unconstrained coordinates: another start, for `hg.restarts`. What is `hg.fixed` stays."""
+    learned, fixed_ = split_fixed(check_hypers(hypers))
+    leaves, tree = jax.tree.flatten(learned)
+    keys = jax.random.split(key, len(leaves))
+    moved = [x + scale * jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    return eqx.combine(jax.tree.unflatten(tree, moved), fixed_)
 
 
 def check_hypers(hypers: Any) -> Any:
@@ -111,6 +133,29 @@ def hyper_path(path: Any) -> str:
     """The path of a leaf as the user wrote it: without the fields of domains and `PerStep`."""
     ours = ("unconstrained", "values")
     return jax.tree_util.keystr(tuple(k for k in path if getattr(k, "name", None) not in ours))
+
+
+def describe_hypers(hypers: Any) -> dict[str, str]:
+    """What each leaf is, by path: "float32[100] in positive", and for what is fixed its value or a digest of it."""
+    found = {}
+    for path, domain in jax.tree_util.tree_leaves_with_path(hypers, is_leaf=is_domain):
+        for inner, x in jax.tree_util.tree_leaves_with_path(domain):
+            kind = f"{domain.kind} {domain.low:.6g}..{domain.high:.6g}" if is_domain(domain) else "the real line"
+            fixed_ = is_domain(domain) and domain.kind == "fixed"
+            of = f"fixed at {_digest(x)}" if fixed_ else kind.removesuffix(" -inf..inf")
+            found[hyper_path((*path, *inner))] = f"{describe(x)} in {of}"
+    return found
+
+
+def _digest(x: Any) -> str:
+    if not eqx.is_array_like(x):
+        return type(x).__name__
+    return str(x) if jnp.ndim(x) == 0 else hashlib.sha256(np.asarray(x).tobytes()).hexdigest()[:16]
+
+
+def describe_arrays(tree: Any) -> dict[str, str]:
+    """`{path: "float32[3]"}` of every leaf."""
+    return {jax.tree_util.keystr(path): describe(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def describe(leaf: Any) -> str:

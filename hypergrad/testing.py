@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad._check import check_reversal
+from hypergrad._differences import central, extrapolated
 from hypergrad._inverse import check_inverse as check_inverse
 from hypergrad._train import train
 from hypergrad.adjoints import Reversible, Unrolled
@@ -176,14 +177,8 @@ def check_hypergradient(
     results = []
     for _ in range(directions):
         d = [jnp.asarray(rng.choice([-1.0, 1.0], jnp.shape(x)), jnp.result_type(x)) for x in leaves]
-
-        def difference(size: float, d: list[Array] = d) -> float:
-            ahead, behind = (
-                jax.tree.unflatten(tree, [x + s * e for x, e in zip(leaves, d, strict=True)]) for s in (size, -size)
-            )
-            return float(f(ahead) - f(behind)) / (2 * size)
-
-        numeric = (4 * difference(step / 2) - difference(step)) / 3
+        direction = jax.tree.unflatten(tree, d)
+        numeric = extrapolated(central(f, hypers, direction, step), central(f, hypers, direction, step / 2))
         exact = float(sum(jnp.vdot(g, e) for g, e in zip(jax.tree.leaves(gradient), d, strict=True)))
         results.append(Comparison(exact, numeric))
     worst = max(results, key=lambda c: c.relative_error)

@@ -18,6 +18,7 @@ import hypergrad as hg
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+OPTIONAL = {"flax"}  # no dependency: its pages run where it happens to be installed
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
@@ -26,6 +27,14 @@ def programs(page: pathlib.Path) -> list[str]:
     text = page.read_text()
     blocks = re.finditer(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in blocks]
+
+
+def imported(page: pathlib.Path) -> set[str]:
+    """The packages that a page imports."""
+    nodes = [node for program in programs(page) for node in ast.walk(ast.parse(program))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}
 
 
 def run(page: pathlib.Path) -> dict[int, str]:
@@ -64,6 +73,8 @@ def unit(number: str) -> float:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text()], ids=lambda p: p.name)
 def test_programs_print_what_they_promise(page: pathlib.Path) -> None:
+    for library in OPTIONAL & imported(page):
+        pytest.importorskip(library)
     printed = run(page)
     for line, text in promises(page).items():
         assert agree(text, printed.get(line, "")), f"{page.name}:{line} promises {text!r}, prints {printed.get(line)!r}"
@@ -89,10 +100,10 @@ def test_promises_can_be_broken(promised: str, printed: str, same: bool) -> None
 
 
 def public_names() -> list[str]:
-    """What `hypergrad/__init__.py` exports, and what its two public modules define."""
+    """What `hypergrad/__init__.py` exports, and what its public modules define."""
     tree = ast.parse((ROOT / "hypergrad" / "__init__.py").read_text())
     names = [alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
-    for module in (hg.callbacks, hg.testing):
+    for module in (hg.callbacks, hg.plots, hg.testing):
         own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__ and n[0] != "_"]
         names += [f"{module.__name__.removeprefix('hypergrad.')}.{name}" for name in own]
     return names
@@ -101,6 +112,18 @@ def public_names() -> list[str]:
 @pytest.mark.parametrize("name", public_names())
 def test_every_public_name_is_documented(name: str) -> None:
     assert re.search(rf"`hg\.{re.escape(name)}\b", (ROOT / "docs" / "api.md").read_text()), f"docs/api.md lacks `hg.{name}`"
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_every_public_name_is_in_the_reference(name: str) -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    assert re.search(rf"^\.\. auto\w+:: hypergrad\.{re.escape(name)}\b", page, re.MULTILINE), f"reference.md lacks {name}"
+
+
+def test_every_page_is_on_the_site() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    listed = {name for tree in re.findall(r"```{toctree}\n(.*?)```", index, re.DOTALL) for name in tree.split("\n")}
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"} <= listed
 
 
 def test_every_error_is_documented() -> None:

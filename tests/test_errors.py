@@ -1,14 +1,12 @@
 """Bad arguments: each is refused before anything runs, by an error that names the argument, the value and the cure."""
 
-import functools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import BATCHES, PARAMS, fails, final, loss, train
+from tiny import BATCHES, PARAMS, fails, loss, train
 
 import hypergrad as hg
 
@@ -83,6 +81,11 @@ def test_hyperparameter_that_is_no_real_number(rate, described):
         train(optimizer=hg.SGD(rate))
 
 
+def test_a_schedule_that_is_a_function():
+    with fails(TypeError, "optimizer.learning_rate", "got function", "hg.PerStep(jax.vmap(schedule)(jnp.arange(steps)))"):
+        train(optimizer=hg.SGD(optax.cosine_decay_schedule(0.1, 3)))
+
+
 @pytest.mark.parametrize(
     ("leaf", "described"),
     [
@@ -109,117 +112,6 @@ def test_a_whole_equinox_model_as_params():
 def test_empty_params(params):
     with fails(ValueError, "`params` is empty"):
         train(params=params)
-
-
-def test_loss_of_two_arguments():
-    with fails(TypeError, "loss(params, theta, batch)", "(params, batch)", "Without theta write loss(params, _, batch)"):
-        train(loss=lambda params, batch: 0.0)
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "text"),
-    [
-        (lambda w: w**2, ValueError, "must return a scalar; got shape (2,)"),
-        (lambda w: jnp.argmax(w), TypeError, "must return a real float; got int32"),
-        (lambda w: w.sum() > 0, TypeError, "must return a real float; got bool"),
-        (lambda w: w.sum() * 1j, TypeError, "must return a real float; got complex64"),
-        (lambda w: (w.sum(), w), TypeError, "must return one scalar; got a tuple"),
-        (lambda w: None, TypeError, "must return one scalar; got a NoneType"),
-    ],
-)
-def test_loss_that_is_no_float_scalar(value, error, text):
-    with fails(error, "`loss`", text):
-        train(loss=lambda params, theta, batch: value(params["w"]))
-
-
-def test_loss_that_is_no_function():
-    with fails(TypeError, "`loss` must be a function loss(params, theta, batch)", "float"):
-        train(loss=0.5)
-
-
-@pytest.mark.parametrize("batches", [(jnp.ones(2), jnp.ones(2)), jnp.ones(2), [1.0], {"x": jnp.ones(2)}])
-def test_bare_arrays_as_batches(batches):
-    with fails(TypeError, "`batches`", type(batches).__name__, "hg.minibatches", "hg.stacked", "hg.full_batch"):
-        train(batches=batches)
-
-
-def regression(params, theta, batch):
-    return jnp.sum((params["w"] - batch["x"] * batch["y"]) ** 2)
-
-
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize(
-    "source",
-    [hg.full_batch, lambda d: hg.minibatches(d, 2, jax.random.key(0)), lambda d: hg.stacked({k: d[k] for k in d})],
-    ids=["full_batch", "minibatches", "stacked"],
-)
-def test_differentiated_leaf_in_batches(source, transform):
-    def f(y):
-        return final(loss=regression, batches=source({"x": jnp.ones((3, 2)), "y": y}), steps=3)
-
-    with fails(ValueError, "`batches` is differentiated", "'y'", "through `theta`"):
-        transform(jax.grad(f))(jnp.ones((3, 2)))
-
-
-class Scaled:
-    def __init__(self, scale):
-        self.scale = scale
-
-    def __call__(self, params, theta, batch):
-        return self.scale * jnp.sum(params["w"] ** 2)
-
-    def method(self, params, theta, batch):
-        return self.scale * jnp.sum(params["w"] ** 2)
-
-
-def scaled(params, theta, batch, scale):
-    return scale * jnp.sum(params["w"] ** 2)
-
-
-def nested(scale):
-    def inner(params):
-        return scale * jnp.sum(params["w"] ** 2)
-
-    return lambda params, theta, batch: inner(params)
-
-
-CLOSURES = {
-    "cell": (lambda scale: lambda params, theta, batch: scale * jnp.sum(params["w"] ** 2), "`scale`"),
-    "cell of an inner function": (nested, "`scale`"),
-    "inside a container": (lambda scale: (lambda held: lambda p, t, b: scaled(p, t, b, held["s"]))({"s": scale}), "`held`"),
-    "partial argument": (lambda scale: functools.partial(scaled, scale=scale), "`scale`"),
-    "default argument": (lambda scale: lambda params, theta, batch, scale=scale: scaled(params, theta, batch, scale), ""),
-    "bound method": (lambda scale: Scaled(scale).method, ""),
-    "callable object": (lambda scale: Scaled(scale), ""),
-    "inside an object": (lambda scale: (lambda held: lambda p, t, b: held(p, t, b))(Scaled(scale)), ""),
-}
-
-
-@pytest.mark.parametrize("case", CLOSURES)
-def test_loss_that_closes_over_a_traced_value(case):
-    make, name = CLOSURES[case]
-    with fails(ValueError, "`loss`", f"closes over the traced value {name}", "through `theta` or the batch"):
-        jax.grad(lambda scale: final(loss=make(scale)))(1.0)
-
-
-def test_loss_that_closes_over_a_traced_value_under_jit():
-    with fails(ValueError, "`loss`", "closes over the traced value `scale`"):
-        jax.jit(lambda scale: final(loss=CLOSURES["cell"][0](scale)))(1.0)
-
-
-def test_batches_that_close_over_a_traced_value():
-    with fails(ValueError, "`batches`", "closes over the traced value `x`", "jax.tree_util.Partial(function, value)"):
-        jax.jit(lambda x: final(batches=lambda t: x))(jnp.ones(2))
-
-
-def test_traced_batches_as_a_leaf_are_a_cure_unless_differentiated():
-    def f(x):
-        return final(batches=jax.tree_util.Partial(lambda x, t: x, x))
-
-    x = jnp.array([0.5, 0.25])
-    np.testing.assert_allclose(jax.jit(f)(x), final(), rtol=1e-6)
-    with fails(ValueError, "`batches` is differentiated", "through `theta`"):
-        jax.grad(f)(x)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,26 @@ def test_arguments_that_are_no_functions():
         optimize(callbacks=[3])
 
 
+def test_functions_of_other_arguments():
+    for call in both(train_fn=lambda hypers: None):
+        with fails(TypeError, "`train_fn` must take two arguments, train_fn(hypers, key)", "train_fn(hypers, _)"):
+            call()
+    for call in both(val_fn=lambda trained, data: None):
+        with fails(TypeError, "`val_fn` must take one argument, val_fn(trained)", "(trained, data)"):
+            call()
+
+
+def test_val_fn_that_takes_the_whole_run_for_the_parameters():
+    with fails(TypeError, "not subscriptable") as caught:
+        hg.hypergradient(lambda hypers, key: train(), lambda params: params["w"].sum(), HYPERS)
+    assert "trained = Trained(params={'w': f32[2]}" in caught.value.__notes__[0]
+
+
+def test_a_seed_for_a_key():
+    with fails(TypeError, "`key` must be a JAX key such as jax.random.key(0); got int 0"):
+        optimize(key=0)
+
+
 @pytest.mark.parametrize("meta_optimizer", [0.1, hg.SGD(0.1)])
 def test_a_meta_optimizer_that_is_not_optax(meta_optimizer):
     with fails(TypeError, "`meta_optimizer` must be an optax transformation", type(meta_optimizer).__name__):

@@ -16,7 +16,7 @@ PACKAGE = pathlib.Path(hg.__file__).parent
 EXPERIMENTS = PACKAGE.parent / "experiments"
 
 # Importable by all of the rooms; themselves they import only each other and `exact`.
-GROUND = {"errors", "hypers", "batches", "_report"}
+GROUND = {"errors", "hypers", "schedules", "batches", "_report"}
 # Left to right: a room imports from its own and from rooms to its left.
 ROOMS = [
     {"exact"},
@@ -24,7 +24,8 @@ ROOMS = [
     {"loop"},
     {"adjoints"},
     {"_door", "_train", "_check", "_inverse"},
-    {"_optimize"},
+    {"_evaluate", "_descent", "_history", "_checkpoint", "_meta_loop", "_optimize"},
+    {"_diagnose", "_agreement", "_differences"},
     {"callbacks", "plots", "testing"},
     {"hypergrad"},  # the package itself: what `import hypergrad` gives
     {"studies"},
@@ -35,9 +36,10 @@ PUBLIC = {
     "train", "Trained", "PerStep", "minibatches", "stacked", "full_batch",
     "SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad",
     "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "Reversible", "Unrolled", "Checkpointed",
-    "positive", "unit_interval", "bounded", "fixed", "natural",
-    "hypergradient", "optimize", "Result", "MetaStep", "callbacks",
-    "check_reversal", "Certificate", "testing",
+    "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots",
+    "hypergradient", "optimize", "restarts", "Result", "MetaStep", "callbacks",
+    "check_reversal", "Certificate", "testing", "plots",
+    "diagnose", "Diagnosis", "check_gradient", "GradientCheck", "check_smoothness", "Smoothness",
     "HypergradError", "ReversalError", "RangeError", "BufferFullError", "NonFiniteError",
 }  # fmt: skip
 
@@ -141,6 +143,7 @@ def test_public_names_are_the_agreed_ones():
 def test_names_inside_public_modules():
     assert {"Progress", "StopOnGrowth", "JsonLines"} <= set(vars(hg.callbacks))
     assert {"check_inverse", "check_hypergradient"} <= set(vars(hg.testing))
+    assert {"learning", "schedules", "images", "cotangents", "buffer"} <= set(vars(hg.plots))
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC) + ["callbacks.Progress", "callbacks.StopOnGrowth", "callbacks.JsonLines"])
@@ -161,11 +164,12 @@ def test_signatures_are_the_agreed_ones():
     assert names_of(hg.train) == [
         "loss", "params", "optimizer", "batches", "theta", "steps", "state", "adjoint", "throw",
     ]  # fmt: skip
-    assert names_of(hg.hypergradient) == ["train_fn", "val_fn", "hypers", "key"]
+    for function in (hg.hypergradient, hg.diagnose, hg.check_gradient, hg.check_smoothness):
+        assert names_of(function)[:4] == ["train_fn", "val_fn", "hypers", "key"]
     assert names_of(hg.optimize)[:3] == ["train_fn", "val_fn", "hypers"]
     assert {"meta_steps", "meta_optimizer", "key", "callbacks", "jit", "skip_nonfinite"} <= set(names_of(hg.optimize))
     assert names_of(hg.minibatches) == ["data", "batch_size", "key", "replacement"]
-    assert names_of(hg.Reversible) == ["capacity", "fraction_bits", "driver", "buffer"]
+    assert names_of(hg.Reversible) == ["capacity", "fraction_bits", "driver", "buffer", "isolate"]
     agreed = ["loss", "params", "optimizer", "batches", "theta", "steps", "state"]
     assert names_of(hg.check_reversal)[: len(agreed)] == agreed
     keyword_only = inspect.Parameter.KEYWORD_ONLY
@@ -177,6 +181,7 @@ def test_fields_are_the_agreed_ones():
     assert hg.Result._fields == ("hypers", "best", "history")
     assert hg.MetaStep._fields == (
         "step", "value", "gradient_norm", "seconds", "status", "bits_per_parameter_step", "hypers",
+        "value_error", "gradient_error", "failed_seeds", "monitor",
     )  # fmt: skip
     agreed = {"exact", "first_mismatch", "bits_per_parameter_step", "ideal_bits_per_parameter_step", "max_abs"}
     assert agreed <= set(hg.Certificate._fields)

@@ -39,11 +39,12 @@ def final(**arguments: Any) -> jax.Array:
 
 @contextlib.contextmanager
 def fails(error: type[Exception] | tuple[type[Exception], ...], *fragments: str) -> Iterator[pytest.ExceptionInfo]:
-    """Inside, `error` is raised, and its text contains every fragment."""
+    """Inside, `error` is raised, and its text with its notes contains every fragment."""
     with pytest.raises(error) as caught:
         yield caught
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     for fragment in fragments:
-        assert fragment in str(caught.value), f"{fragment!r} is not in {caught.value}"
+        assert fragment in text, f"{fragment!r} is not in {text}"
 
 
 def fails_compiled(error: type[hg.HypergradError], *fragments: str) -> Any:

@@ -25,7 +25,6 @@ from hypergrad.loop.step import (
     Hypers,
     Rule,
     Values,
-    computed,
     evidence,
     increment,
     increments,
@@ -42,6 +41,15 @@ class Cotangents(NamedTuple):
     z: Values
     h: Hypers
     theta: list[Array] | None
+
+
+class Reversed(NamedTuple):
+    """What the reverse pass comes to."""
+
+    start: Exact
+    ct: Cotangents
+    losses: Array  # [steps], computed again: whoever drops them changes what XLA fuses with the gradient, and its bits
+    norms: dict[str, Array] | None  # of a probed problem: |cotangent| of each link, float64 [steps + 1]
 
 
 class Pullback(NamedTuple):
@@ -96,9 +104,7 @@ def pull_transforms(
     return jax.vjp(lambda *a: transformed(rule, *a), h, w, g)[1](u)
 
 
-def reverse(
-    problem: Problem, inputs: Inputs, end: Exact, turns: Any, ct: Cotangents, dlosses: Array | None
-) -> tuple[Exact, Cotangents]:
+def reverse(problem: Problem, inputs: Inputs, end: Exact, turns: Any, ct: Cotangents, dlosses: Array | None) -> Reversed:
     """From the last state to the first, and the cotangents of all inputs. Call it inside `jax.enable_x64(True)`."""
     rule = problem.rule
     *others, params = rule.chain
@@ -121,20 +127,21 @@ def reverse(
 
         state, ct, _ = undo_link(rule, params, state, ct, h, turns, None)
         w, wide_w = rule.decoded(state.z, params), rule.floats(state.z, params)
-        at_w = lambda w: first_order(w, theta, frozen, t)  # noqa: E731
+        batch = problem.batch(frozen, t)
+        at_w = lambda w: first_order(w, theta, frozen, batch)  # noqa: E731
         if rule.linear:
             u = gradient_cotangent(rule, state.z, ct.z, h, wide_w if rule.transforms else w)
             if rule.transforms:
                 u = pull_transforms(rule, h, wide_w, w, u)[2]
-            (g, g_theta), (hu, cross) = _along(problem, at_w, w, u)
-        else:
-            _, g = computed(rule, turns, gradient, settled(w), theta, frozen, t)
+            (g, g_theta), (hu, cross), value = _along(problem, at_w, w, u)
+        if rule.isolate:
+            value, g = problem.apart(t, gradient, settled(w), theta, frozen, batch)
         state, ct, u = undo_others(state, ct, evidence(rule, turns, h, wide_w, g))
         if rule.transforms:
             dh, dw, u = pull_transforms(rule, h, wide_w, g, u)
             ct = Cotangents({**ct.z, PARAMS: _plus(ct.z[PARAMS], dw)}, _plus(ct.h, dh), ct.theta)
         if not rule.linear:
-            (g, g_theta), (hu, cross) = _along(problem, at_w, w, u)
+            (g, g_theta), (hu, cross), _ = _along(problem, at_w, w, u)
 
         dw, dtheta = _plus(ct.z[PARAMS], hu), _plus(dtheta, cross)
         if dloss is not None:
@@ -142,29 +149,42 @@ def reverse(
             dtheta = jax.tree.map(lambda a, b: a + dloss * b, dtheta, g_theta)
         dstepped = [{k: dh[k] for k in hj} for dh, hj in zip(ct.h, stepped, strict=True)]
         dconstant = [{k: dh[k] + old[k] for k in old} for dh, old in zip(ct.h, dconstant, strict=True)]
-        return (state, ({**ct.z, PARAMS: dw}, dconstant, dtheta)), dstepped
+        dz = {**ct.z, PARAMS: dw}
+        return (state, (dz, dconstant, dtheta)), (dstepped, value, _norms(dz) if problem.probed else None)
 
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns, dlosses)
     carry = (end, (ct.z, jax.tree.map(jnp.zeros_like, constant), ct.theta))
     consts = (constant, inputs.theta, inputs.frozen)
-    (start, (dz, dconstant, dtheta)), dstepped = problem.run(body, consts, carry, xs, reverse=True)
+    (start, (dz, dconstant, dtheta)), (dstepped, losses, norms) = problem.run(body, consts, carry, xs, reverse=True)
     dh = join_steps(jax.tree.map(lambda x: x[None], dconstant), dstepped)
     dh = [{k: d.reshape(hj[k].shape) for k, d in dj.items()} for dj, hj in zip(dh, inputs.h, strict=True)]
-    return start, Cotangents(dz, dh, dtheta)
+    if problem.probed:
+        norms = jax.tree.map(lambda before, last: jnp.append(before, last), norms, _norms(ct.z))
+    return Reversed(start, Cotangents(dz, dh, dtheta), losses, norms)
 
 
-def _first_order(problem: Problem, with_theta: bool) -> Callable[..., tuple[list[Array], list[Array] | None]]:
-    """(w, theta, frozen, t) -> (gradient in w, gradient in theta or None)."""
-    if with_theta:
-        return problem.maybe_jit(jax.grad(problem.value, argnums=(0, 1)))
-    gradient = jax.grad(problem.value)
-    return problem.maybe_jit(lambda w, *rest: (gradient(w, *rest), None))
+def _first_order(problem: Problem, with_theta: bool) -> Callable[..., tuple[Any, Array]]:
+    """(w, theta, frozen, batch) -> ((gradient in w, gradient in theta or None), loss)."""
+
+    def gradients(w: list[Array], theta: list[Array], *rest: Any) -> tuple[Any, Array]:
+        if with_theta:
+            value, both = jax.value_and_grad(problem.value, argnums=(0, 1))(w, theta, *rest)
+            return both, value
+        value, g = jax.value_and_grad(problem.value)(w, theta, *rest)
+        return (g, None), value
+
+    return problem.maybe_jit(gradients)
 
 
 def _along(problem: Problem, first_order: Callable[..., Any], w: list[Array], u: list[Array]) -> Any:
-    """Forward over reverse: ((g, g_theta), (H u, (d_theta g)^T u)) from one jvp, without residuals of residuals."""
+    """Forward over reverse: ((g, g_theta), (H u, (d_theta g)^T u), loss) from one jvp, without residuals of residuals."""
     with jax.enable_x64(problem.x64):
-        return settled(jax.jvp(first_order, (settled(w),), (settled(u),)))
+        return settled(jax.jvp(first_order, (settled(w),), (settled(u),), has_aux=True))
+
+
+def _norms(dz: Values) -> dict[str, Array]:
+    # In float64: the square of an exploding float32 would overflow long before the cotangent does.
+    return {name: jnp.sqrt(sum(jnp.sum(x.astype(jnp.float64) ** 2) for x in leaves)) for name, leaves in dz.items()}
 
 
 def _plus(a: Any, b: Any) -> Any:

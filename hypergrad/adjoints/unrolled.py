@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
@@ -33,6 +34,7 @@ class Unrolled:
     fraction_bits: int | None = None
     driver_name = "scan"
     buffer = "device"
+    isolate = False
 
     def run(self, problem: Problem, inputs: Inputs) -> Outcome:
         return _run(problem, inputs, jax.lax.scan)
@@ -50,6 +52,7 @@ class Checkpointed:
     fraction_bits: int | None = None
     driver_name = "scan"
     buffer = "device"
+    isolate = False
 
     def __post_init__(self) -> None:
         if self.checkpoints is not None and (not isinstance(self.checkpoints, int) or self.checkpoints < 1):
@@ -74,7 +77,8 @@ def _run(problem: Problem, inputs: Inputs, scan: Scan) -> Outcome:
             h = join_steps(constant, stepped)
             decoded = rule.decoded(state.z, rule.chain[-1])
             w = [substitute(s.astype(d.dtype), d) for s, d in zip(shadow[PARAMS], decoded, strict=True)]
-            value, g = _same_bits(turns, not rule.linear, problem.gradient, w, inputs.theta, inputs.frozen, t)
+            batch = problem.batch(inputs.frozen, t)
+            value, g = _same_bits(turns, rule.isolate, problem.gradient, w, inputs.theta, inputs.frozen, batch)
             if rule.transforms:
                 wide_w = [substitute(*a) for a in zip(shadow[PARAMS], rule.floats(state.z, rule.chain[-1]), strict=True)]
                 g = _same_bits(turns, True, functools.partial(transformed, rule), h, wide_w, g)
@@ -116,7 +120,7 @@ def _same_bits(turns: Turns, apart: bool, function: Callable[..., Any], *args: A
 
 
 def _stopped(args: Any) -> Any:
-    return jax.tree.map(lambda x: jax.lax.stop_gradient(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x, args)
+    return jax.tree.map(lambda x: jax.lax.stop_gradient(x) if eqx.is_inexact_array(x) else x, args)
 
 
 def _checkpointed_scan(body: Any, carry: Any, xs: Any, checkpoints: int) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,19 +73,24 @@ def multiply_by(buffer: Buffer, c: Value, n: Array, denominator: int, turn: Turn
 def divide_by(buffer: Buffer, c: Value, n: Array, denominator: int, turn: Turn) -> tuple[Buffer, Value]:
     """The inverse of `multiply_by`: its lines in reverse order."""
     (i, stack), k = buffer, _log2(denominator)
-    quotient = over(c, n, functools.partial(computed_apart, turn))
+    quotient = over(c, n, functools.partial(behind_branch, turn.step >= 0))
     digits = lambda quotient: i * n + remainder(c, quotient, n)  # noqa: E731  l. 5-7
     old = join(quotient, digits(quotient) & (denominator - 1), k)  # l. 2-4
     # The same digits again, from the quotient inside `old`: XLA then divides once, for `old`, and not for the head too.
     return _unspill(Buffer(digits(split(old, k)[0]) >> k, stack), turn), old
 
 
-def computed_apart(turn: Turn, function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), compiled apart from what surrounds it and its results stored: a branch is a boundary that XLA
-    respects, and that this one is always taken it does not see."""
-    shapes = jax.eval_shape(function, *args)
+def behind_branch(taken: Array | bool, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), computed apart and stored, and zeros if not `taken`: bool [].
+
+    XLA simplifies and contracts float expressions by their context, so that the same expression can have other bits in
+    another program, barriers or not, and it computes again what it could store. A branch is a boundary that it respects.
+    """
+    arrays, rest = eqx.partition(args, eqx.is_array)
+    run = lambda *a: function(*eqx.combine(a, rest))  # noqa: E731
+    shapes = jax.eval_shape(run, *arrays)
     nothing = lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # noqa: E731
-    return jax.lax.cond(turn.step >= 0, function, nothing, *args)
+    return jax.lax.cond(taken, run, nothing, *arrays)
 
 
 def _spill(buffer: Buffer, turn: Turn) -> Buffer:

@@ -8,7 +8,7 @@ from jax import Array
 
 from hypergrad.exact import largest
 from hypergrad.loop.problem import Inputs, Problem, join_steps, split_steps
-from hypergrad.loop.step import Exact, computed, settled, step
+from hypergrad.loop.step import Exact, settled, step
 
 
 class Forward(NamedTuple):
@@ -38,7 +38,7 @@ def train_step(problem: Problem, gradient: Callable[..., Any], consts: Any, stat
     (constant, theta, frozen), (t, stepped, turns) = consts, x
     w = settled(rule.decoded(state.z, rule.chain[-1]))
     entering = jnp.stack([largest(x) for x in w])  # w is at hand here; what step t leaves is seen at t + 1
-    value, g = computed(rule, turns, gradient, w, theta, frozen, t)
+    value, g = problem.apart(t, gradient, w, theta, frozen, problem.batch(frozen, t))
     state, others = step(rule, state, join_steps(constant, stepped), turns, g)
     return state, (value, entering, others)
 

@@ -1,16 +1,17 @@
 """A training run as data: what is fixed (`Problem`, hashable) and what flows (`Inputs`, a pytree of arrays).
 
-Invariant: `Problem.gradient` is one function of (parameters, theta, batch arrays, t), used by every pass.
+Invariant: `Problem.batch` is one function of t, and `Problem.gradient` one of (parameters, theta, batch), in every pass.
 """
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import equinox as eqx
 import jax
 from jax import Array
 
-from hypergrad.exact import Schedule, schedule
+from hypergrad.exact import Schedule, behind_branch, schedule
 from hypergrad.loop import drivers
 from hypergrad.loop.step import Hypers, Rule, Values, settled
 from hypergrad.optimizers.expand import link_numerators
@@ -49,12 +50,20 @@ class Labels(NamedTuple):
     frozen: tuple[str, ...]  # paths of `Inputs.frozen`
 
 
+class Assemble(Protocol):
+    """From what flows back to what the user's functions take."""
+
+    def batch(self, frozen: list[Any], t: Array) -> Any: ...
+
+    def arguments(self, w: list[Array], theta: list[Array], frozen: list[Any], batch: Any) -> tuple[Any, Any, Any]: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Everything a run is compiled for."""
 
     loss: Callable[..., Array]
-    assemble: Callable[[list[Array], list[Array], list[Any], Array], tuple[Any, Any, Any]]  # leaves, t -> loss arguments
+    assemble: Assemble
     rule: Rule
     steps: int
     driver: str  # a name in `DRIVERS`
@@ -62,15 +71,37 @@ class Problem:
     labels: Labels
     words: tuple[int | None, ...]  # per link: buffer words per parameter, where its decay is known beforehand
     throw: bool
+    probed: bool = False  # whether the reverse pass also gives the norms of its cotangents
 
-    def value(self, w: list[Array], theta: list[Array], frozen: list[Any], t: Array) -> Array:
-        with jax.enable_x64(self.x64):
-            return self.loss(*self.assemble(w, theta, frozen, t))
+    def isolated(self) -> "Problem":
+        """The same run, its gradients compiled apart from what surrounds them."""
+        return dataclasses.replace(self, rule=dataclasses.replace(self.rule, isolate=True))
 
-    def gradient(self, w: list[Array], theta: list[Array], frozen: list[Any], t: Array) -> tuple[Array, list[Array]]:
-        """(loss, gradient in w), the latter bit for bit the same in every pass."""
+    def apart(self, t: Array, function: Callable[..., Any], *args: Any) -> Any:
+        """function(*args), behind a branch if gradients are isolated: t is the same for all elements of a batch."""
+        return behind_branch(t >= 0, function, *args) if self.rule.isolate else function(*args)
+
+    def batch(self, frozen: list[Any], t: Array) -> Any:
+        """Step t's batch, bit for bit the same in every pass."""
+        rest = []
+
+        def arrays(frozen: list[Any], t: Array) -> Any:
+            with jax.enable_x64(self.x64):
+                found, others = eqx.partition(self.assemble.batch(frozen, t), eqx.is_array)
+            rest.append(others)
+            return found
+
+        found = self.apart(t, arrays, frozen, t)
+        return eqx.combine(found, rest[-1])
+
+    def value(self, w: list[Array], theta: list[Array], frozen: list[Any], batch: Any) -> Array:
         with jax.enable_x64(self.x64):
-            value, g = jax.value_and_grad(self.value)(w, theta, frozen, t)
+            return self.loss(*self.assemble.arguments(w, theta, frozen, batch))
+
+    def gradient(self, w: list[Array], theta: list[Array], frozen: list[Any], batch: Any) -> tuple[Array, list[Array]]:
+        """(loss, gradient in w), the latter bit for bit the same in every pass: if both are used in every pass."""
+        with jax.enable_x64(self.x64):
+            value, g = jax.value_and_grad(self.value)(w, theta, frozen, batch)
         return value, settled(g)
 
     def run(self, body: drivers.Body, consts: Any, carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
@@ -78,7 +109,7 @@ class Problem:
 
     def maybe_jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Jit what the driver leaves in Python, so that both directions run the same programs."""
-        return jax.jit(function) if self.driver == "host_eager" else function
+        return eqx.filter_jit(function) if self.driver == "host_eager" else function
 
 
 DRIVERS = {"scan": drivers.scan, "host": drivers.host, "host_eager": drivers.host_eager}

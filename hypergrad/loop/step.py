@@ -19,7 +19,7 @@ from hypergrad.exact import (
     Turn,
     Value,
     add,
-    computed_apart,
+    behind_branch,
     decode,
     largest,
     numerator,
@@ -53,6 +53,7 @@ class Rule:
     param_dtypes: tuple[np.dtype, ...]
     buffer: InformationBuffer
     linear: bool  # as `Optimizer.linear`; if not, floats are computed `isolated`
+    isolate: bool  # whether the gradient of the loss is; always, if not linear
     transforms: tuple[Transform, ...] = ()  # what the gradient passes before the chain sees it
 
     def bits(self, link: Link) -> tuple[int, ...]:
@@ -145,8 +146,7 @@ def increments(rule: Rule, link: Link, z: Values, h: Hypers, turns: Turns, g: li
 def computed(rule: Rule, turns: Turns, function: Callable[..., Any], *args: Any) -> Any:
     """function(*args), `isolated` unless the rule is linear.
 
-    Linear rules go without: their increments are single products, and their gradient is computed inside the jvp, for which
-    the certificate vouches.
+    Linear rules go without: their increments are single products.
     """
     return function(*args) if rule.linear else isolated(turns, function, *args)
 
@@ -154,10 +154,9 @@ def computed(rule: Rule, turns: Turns, function: Callable[..., Any], *args: Any)
 def isolated(turns: Turns, function: Callable[..., Any], *args: Any) -> Any:
     """function(*args), compiled apart from what surrounds it.
 
-    XLA simplifies and contracts float expressions by their context, so that the same expression can have other bits in
-    another program, barriers or not.
+    That the branch is always taken, XLA does not see.
     """
-    return computed_apart(next(iter(turns.values()))[0], function, *args) if turns else function(*args)
+    return behind_branch(next(iter(turns.values()))[0].step >= 0, function, *args) if turns else function(*args)
 
 
 def advance(rule: Rule, link: Link, state: Exact, h: Hypers, turns: Turns, updates: list[Array]) -> Exact:

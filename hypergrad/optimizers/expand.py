@@ -13,8 +13,9 @@ from jax import Array
 
 from hypergrad.errors import RangeError, decay_sentence
 from hypergrad.exact import default_fraction_bits, numerator, to_ratio
-from hypergrad.hypers import PerStep, describe
+from hypergrad.hypers import describe
 from hypergrad.optimizers.chain import Link, Optimizer
+from hypergrad.schedules import PerStep, spread
 
 
 WIDE_RANGE_BITS = 8  # sums of squares up to 2^22 for float32 parameters
@@ -102,6 +103,7 @@ def first_true(x: Array) -> Array:
 
 def _broadcast_prefix(name: str, value: Any, params: Any) -> list[Any]:
     is_per_step = lambda x: isinstance(x, PerStep)  # noqa: E731
+    value = spread(value)
     value = jax.tree.map(lambda x: jax.tree.map(PerStep, x.values) if is_per_step(x) else x, value, is_leaf=is_per_step)
     try:
         return jax.tree.leaves(jax.tree.broadcast(value, params, is_leaf=is_per_step), is_leaf=is_per_step)
@@ -116,7 +118,8 @@ def _with_step_axis(name: str, value: Any, path: str, leaf: Array, steps: int, l
     where = f"{name} for params{path}"
     raw = value.values if isinstance(value, PerStep) else value
     if not eqx.is_array_like(raw) or not jnp.issubdtype(jnp.result_type(raw), jnp.number):
-        raise TypeError(f"{where} must be a float or an array of floats; got {describe(raw)}.")
+        hint = " Tabulate a schedule: hg.PerStep(jax.vmap(schedule)(jnp.arange(steps)))." if callable(raw) else ""
+        raise TypeError(f"{where} must be a float or an array of floats; got {describe(raw)}.{hint}")
     if jnp.issubdtype(jnp.result_type(raw), jnp.complexfloating):
         raise TypeError(f"{where} must be real; got {describe(raw)}.")
     if link is not None and concrete(raw):

@@ -1,0 +1,97 @@
+"""Kill a meta-loop at random moments, with SIGKILL, and let it go on: is its history that of a loop left alone?
+
+    python -m experiments.benchmarks.kill_and_resume [--rounds 20] [--kills 2]
+
+Each round is a process that learns the learning rates of the digits network into a checkpoint folder. It is killed `kills`
+times, after delays drawn from the round's seed between nothing and the time that the loop takes left alone, and started
+again; the last time it may finish. What it then has is compared, every number but the seconds, with a loop left alone.
+"""
+
+import dataclasses
+import json
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+
+import hypergrad as hg
+from experiments import _data
+from experiments.quickstart import Config as Quickstart
+from experiments.quickstart import Experiment
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    rounds: int = 20
+    kills: int = 2
+    meta_steps: int = 200
+    child: pathlib.Path | None = None  # the folder to learn in: what a round starts
+
+
+def learn(folder: pathlib.Path, meta_steps: int) -> hg.Result:
+    experiment = Experiment(Quickstart(steps=30, hidden=(16, 16)), _data.load("digits", 0))
+    return hg.optimize(
+        experiment.train_fn, experiment.val_fn, experiment.hypers(0.5), meta_steps=meta_steps, checkpoint=folder,
+        callbacks=[hg.callbacks.JsonLines(folder.with_suffix(".jsonl"))],
+    )  # fmt: skip
+
+
+def digest(folder: pathlib.Path) -> list[Any]:
+    """Everything that the folder and its log remember, but for times."""
+    record = json.loads((folder / "run.json").read_text())
+    lines = [json.loads(line) for line in folder.with_suffix(".jsonl").read_text().splitlines()]
+    for step in (*record["steps"], *lines):
+        del step["seconds"]
+    arrays = {}
+    for path in sorted(folder.glob("*.npz")):
+        with np.load(path) as file:
+            arrays[path.name] = [file[name].tobytes() for name in file.files]
+    return [record, lines, arrays]
+
+
+def start(folder: pathlib.Path, config: Config) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", __spec__.name, "--child", str(folder), "--meta-steps", str(config.meta_steps)]
+    return subprocess.Popen(command)
+
+
+def main(config: Config) -> None:
+    if config.child is not None:
+        learn(config.child, config.meta_steps)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        root = pathlib.Path(temporary)
+        begin = time.perf_counter()
+        start(root / "alone", config).wait()
+        alone, expected = time.perf_counter() - begin, digest(root / "alone")
+        print(f"jax {jax.__version__}: {config.meta_steps} meta-steps, left alone, in {alone:.1f} s", flush=True)
+        same = 0
+        for number in range(config.rounds):
+            rng, folder, reached = random.Random(number), root / f"round-{number}", []
+            for _ in range(config.kills):
+                process = start(folder, config)
+                try:
+                    process.wait(rng.uniform(0, alone))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                run = folder / "run.json"
+                reached.append(len(json.loads(run.read_text())["steps"]) if run.exists() else 0)
+            start(folder, config).wait()
+            equal = digest(folder) == expected
+            same += equal
+            verdict = "same" if equal else "OTHER"
+            print(f"round {number:2d}: killed after {reached} complete meta-steps, {verdict}", flush=True)
+        print(f"{same} of {config.rounds} have the history of the loop left alone")
+        if same < config.rounds:
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

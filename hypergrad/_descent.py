@@ -1,0 +1,81 @@
+"""The meta-optimizer: from a point and what was evaluated there to the next point.
+
+Invariant: a `Descent` made of the same arguments has the same `fingerprint`, in any process.
+"""
+
+import hashlib
+import re
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from hypergrad._evaluate import Evaluated, Evaluation
+from hypergrad._report import listen
+
+
+class Point(NamedTuple):
+    """Where a meta-step starts from."""
+
+    learned: Any  # unconstrained
+    state: Any  # of the meta-optimizer
+
+
+# Their secant pairs and trial points compare values at different hypers, which are comparable under one key only.
+_NEED_ONE_KEY = (
+    optax.ScaleByLBFGSState,
+    optax.ScaleByZoomLinesearchState,
+    optax.ScaleByBacktrackingLinesearchState,
+)
+
+
+class Descent:
+    """h, s <- h + u, s'  where  u, s' = meta_optimizer.update(df/dh, s, h)."""
+
+    def __init__(self, meta_optimizer: optax.GradientTransformation, evaluation: Evaluation) -> None:
+        self.meta_optimizer, self.evaluation = optax.with_extra_args_support(meta_optimizer), evaluation
+        self._compile()
+
+    def _compile(self) -> None:
+        self.update = eqx.filter_jit(lambda *arguments: self._update(*arguments))
+
+    def start(self, learned: Any) -> Point:
+        return Point(learned, self.meta_optimizer.init(learned))
+
+    def one_key(self, point: Point) -> bool:
+        """Whether every meta-step must see the same key."""
+        leaves = jax.tree.leaves(point.state, is_leaf=lambda x: isinstance(x, _NEED_ONE_KEY))
+        return any(isinstance(x, _NEED_ONE_KEY) for x in leaves)
+
+    def __call__(self, point: Point, fixed: Any, evaluated: Evaluated, key: Array) -> Point:
+        """One update; a line search evaluates in it, and what fails there is a value that it turns away from."""
+        ledger = self.evaluation.ledger
+        ledger.clear()
+        with listen(ledger):
+            after = jax.block_until_ready(self.update(point, fixed, evaluated.value, evaluated.grads, key))
+        if self.evaluation.grown():
+            self._compile()
+            return self(point, fixed, evaluated, key)
+        return after
+
+    def _update(self, point: Point, fixed: Any, value: Array, grads: Any, key: Array) -> Point:
+        return self._updated(point, value, grads, lambda h: self.evaluation.value(h, fixed, key))
+
+    def _updated(self, point: Point, value: Array, grads: Any, value_fn: Any) -> Point:
+        # Transformations that search along a line take the last three; the others let them pass.
+        updates, state = self.meta_optimizer.update(
+            grads, point.state, point.learned, value=value, grad=grads, value_fn=value_fn
+        )
+        return Point(optax.apply_updates(point.learned, updates), state)
+
+    def fingerprint(self, point: Point) -> str:
+        """A digest of the update as a program, its constants included: the same for the same meta-optimizer."""
+        bowl = lambda h: sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(h))  # noqa: E731
+        program = jax.make_jaxpr(lambda p, v, g: self._updated(p, v, g, bowl))(point, jnp.float32(0), point.learned)
+        text = re.sub(r"0x[0-9a-f]+", "", str(program.jaxpr))  # addresses of functions
+        constants = b"".join(np.asarray(x).tobytes() for x in program.consts)
+        return hashlib.sha256(text.encode() + constants).hexdigest()

@@ -1,0 +1,194 @@
+"""The objective of the meta-loop and its hypergradient at one point, over one seed or many.
+
+Invariant: the mean is over the seeds whose value and hypergradient are finite, whatever happened to the others.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from hypergrad._door import calling, check_signature
+from hypergrad._report import Ledger, listen
+from hypergrad.errors import BUFFER_FULL, HypergradError, NonFiniteError
+from hypergrad.hypers import hyper_path, natural
+
+
+class Evaluated(NamedTuple):
+    """f and df/dh at one point, means over seeds."""
+
+    value: Array
+    grads: Any  # like the learned hypers
+    monitor: Array  # of `monitor_fn`, NaN if there is none
+    value_error: Array  # standard errors of both means: sample deviation / sqrt(seeds), NaN for one seed
+    gradient_error: Array  # the norm of it, over all hypers
+    values: Array  # [seeds]
+    ok: Array  # bool [seeds]: value and hypergradient are finite
+
+
+class Evaluation:
+    """f(h) = mean over seeds of val_fn(train_fn(natural(h), key)): compiled once, and again when a buffer must grow.
+
+    Seeds are vmapped in equal groups, two for each core of a CPU, which run side by side: XLA keeps but part of a batched
+    program on more than one core. Elsewhere there is one group.
+    """
+
+    def __init__(self, train_fn: Any, val_fn: Any, monitor_fn: Any = None, *, seeds: int = 1, jit: bool = True) -> None:
+        self.objective = objective(train_fn, val_fn, monitor_fn)
+        self.seeds, self.jit, self.ledger = seeds, jit, Ledger()
+        self.programs: dict[Any, Any] = {}
+
+    def __call__(self, learned: Any, fixed: Any, key: Array) -> tuple[Evaluated, HypergradError | None]:
+        """The means, and what a seed failed of, if one did."""
+        self.ledger.clear()
+        keys = key[None] if self.seeds == 1 else jax.random.split(key, self.seeds)
+        with listen(self.ledger):
+            results = self._side_by_side(learned, fixed, keys) if self.jit else self._one_by_one(learned, fixed, keys)
+        result = jax.block_until_ready(_averaged(results, self.seeds))
+        return self(learned, fixed, key) if self.grown() else (result, self._failure(result))
+
+    def value(self, learned: Any, fixed: Any, key: Array) -> Array:
+        """The mean value alone, of all seeds: what a line search calls, inside of its compiled code."""
+        one = lambda k: self.objective(learned, fixed, k)[0]  # noqa: E731
+        return one(key) if self.seeds == 1 else jnp.mean(jax.vmap(one)(jax.random.split(key, self.seeds)))
+
+    def _side_by_side(self, learned: Any, fixed: Any, keys: Array) -> list[Any]:
+        workers = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+        size = -(-self.seeds // (2 * workers)) if workers > 1 else self.seeds
+        padded = keys[np.arange(-(-self.seeds // size) * size) % self.seeds]
+        groups = [padded[i : i + size] for i in range(0, len(padded), size)]
+        run = self._compiled(learned, fixed, groups[0])
+        if len(groups) == 1:
+            return [run(learned, fixed, groups[0])]
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(lambda group: jax.block_until_ready(run(learned, fixed, group)), groups))
+
+    def _compiled(self, *arguments: Any) -> Any:
+        """The program of one group, for arguments like these. Compiled here: settings of JAX are the thread's own."""
+        leaves, tree = jax.tree.flatten(arguments)
+        like = tree, tuple(jax.typeof(x) if eqx.is_array(x) else x for x in leaves)
+        if like not in self.programs:
+            # A new function each time: jit would find the trace of a bound method again, made for smaller buffers.
+            program: Any = eqx.filter_jit(lambda *a: self._group(*a))
+            self.programs[like] = program.lower(*arguments).compile()
+        return self.programs[like]
+
+    def _group(self, learned: Any, fixed: Any, keys: Array) -> Any:
+        """((values, monitors), grads), each with a leading axis of seeds."""
+        one = jax.value_and_grad(self.objective, has_aux=True)
+        if len(keys) == 1:
+            return jax.tree.map(lambda x: x[None], one(learned, fixed, keys[0]))
+        return jax.vmap(lambda k: one(learned, fixed, k))(keys)
+
+    def _one_by_one(self, learned: Any, fixed: Any, keys: Array) -> list[Any]:
+        """The same from Python, for what cannot be traced: a run that fails raises, and is NaN here."""
+        results = []
+        for i in range(self.seeds):
+            try:
+                results.append(self._group(learned, fixed, keys[i : i + 1]))
+            except HypergradError as error:
+                if error.status is None:  # a bad argument
+                    raise
+                self.ledger.failure = self.ledger.failure or error.status
+                nan = jnp.full(1, jnp.nan)
+                results.append(((nan, nan), jax.tree.map(lambda x: jnp.full((1, *x.shape), jnp.nan, x.dtype), learned)))
+        return results
+
+    def grown(self) -> bool:
+        """Whether a buffer was too small; if so, there is more room now, and what was compiled for less is forgotten."""
+        failure = self.ledger.failure
+        if failure is None or int(failure.code) != BUFFER_FULL or int(failure.words) <= self.ledger.capacity:
+            return False
+        self.ledger.capacity = -(-5 * int(failure.words) // 4)  # a quarter more: learned decays drift
+        self.programs.clear()
+        return True
+
+    def _failure(self, result: Evaluated) -> HypergradError | None:
+        bad = np.flatnonzero(~np.asarray(result.ok))
+        failure = self.ledger.failure.error() if self.ledger.failure is not None else None
+        if failure is None and bad.size:
+            failure = NonFiniteError(_not_finite(float(result.values[bad[0]]), result.grads if self.seeds == 1 else ()))
+        if failure is not None and self.seeds > 1 and bad.size:
+            failure.add_note(f"(seed {bad[0]}, the first of {bad.size} that failed of {self.seeds})")
+        return failure
+
+
+def objective(train_fn: Any, val_fn: Any, monitor_fn: Any = None) -> Callable[[Any, Any, Array], tuple[Array, Array]]:
+    """(learned hypers, fixed hypers, key) -> (value, monitor), checked."""
+    outside = "What else it reads, such as data, it takes from outside."
+    for name, function, example, otherwise in (
+        ("train_fn", train_fn, "train_fn(hypers, key)", "Without randomness write train_fn(hypers, _)."),
+        ("val_fn", val_fn, "val_fn(trained)", outside),
+        ("monitor_fn", monitor_fn, "monitor_fn(trained)", outside),
+    ):
+        if function is None and name == "monitor_fn":
+            continue
+        if not callable(function):
+            raise TypeError(f"`{name}` must be a function {example}; got {type(function).__name__}.")
+        check_signature(example, function, otherwise)
+
+    def evaluate(learned: Any, fixed: Any, key: Array) -> tuple[Array, Array]:
+        trained = train_fn(natural(eqx.combine(learned, fixed)), key)
+        monitor = jnp.nan if monitor_fn is None else _real_scalar("monitor_fn", monitor_fn, trained)
+        return _real_scalar("val_fn", val_fn, trained), jnp.asarray(monitor)
+
+    return evaluate
+
+
+def _real_scalar(name: str, function: Callable[[Any], Array], trained: Any) -> Array:
+    with calling(f"{name}(trained)", trained):
+        value = function(trained)
+    if not eqx.is_array_like(value):
+        raise TypeError(f"`{name}` must return one real float; got {type(value).__name__}. Return the number alone.")
+    shape, dtype = jnp.shape(value), jnp.result_type(value)
+    if shape != () or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`{name}` must return one real float; got {dtype.name}{list(shape)}. Take its mean or sum.")
+    return value
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _averaged(groups: list[Any], seeds: int) -> Evaluated:
+    """Means over the finite ones of the first `seeds` of `groups`, in order."""
+    (values, monitors), grads = jax.tree.map(lambda *x: jnp.concatenate(x)[:seeds], *groups)
+    finite = [jnp.isfinite(g).reshape(seeds, -1).all(axis=1) for g in jax.tree.leaves(grads)]
+    ok = jnp.stack([jnp.isfinite(values), *finite]).all(axis=0)
+    if seeds == 1:  # as it is, for an error to show
+        nan = jnp.full_like(values[0], jnp.nan)
+        return Evaluated(values[0], jax.tree.map(lambda g: g[0], grads), monitors[0], nan, nan, values, ok)
+    error = optax.tree.norm(jax.tree.map(lambda g: _standard_error(g, ok), grads))
+    value, grads, monitor = jax.tree.map(lambda x: _mean(x, ok), (values, grads, monitors))
+    return Evaluated(value, grads, monitor, _standard_error(values, ok), error, values, ok)
+
+
+def _mean(x: Array, ok: Array) -> Array:
+    return jnp.mean(x, axis=0, where=_along(ok, x))
+
+
+def _standard_error(x: Array, ok: Array) -> Array:
+    """Sample deviation / sqrt(n) of the mean of the n finite ones; NaN where n < 2."""
+    n = jnp.sum(ok)
+    squares = jnp.sum(jnp.square(x - _mean(x, ok)), axis=0, where=_along(ok, x))
+    return jnp.where(n > 1, jnp.sqrt(squares / (jnp.maximum(n - 1, 1) * jnp.maximum(n, 1))), jnp.nan)
+
+
+def _along(ok: Array, x: Array) -> Array:
+    return ok.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def _not_finite(value: float, grads: Any) -> str:
+    if not np.isfinite(value):
+        return f"the validation value is {value}, though training itself was fine: look at `val_fn`."
+    bad = [path for path, g in jax.tree_util.tree_leaves_with_path(grads) if not jnp.all(jnp.isfinite(g))]
+    of = f" of hypers{hyper_path(bad[0])}" if bad else ""
+    return (
+        f"the hypergradient{of} is not finite. Long or unstable training makes derivatives explode: lower the learning "
+        "rates or the steps, clip with optax.clip_by_global_norm, or pass skip_nonfinite=True to hg.optimize."
+    )

@@ -1,0 +1,101 @@
+"""`MetaStep`, what the meta-loop remembers of a step, and its form on disk.
+
+Invariant: `restored(recorded(history), hypers of each step) == history`.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hypergrad.errors import Status
+from hypergrad.hypers import at_bounds
+
+
+class MetaStep(NamedTuple):
+    """One evaluation of the meta-loop, before its update; means over the seeds that went well."""
+
+    step: int
+    value: float
+    gradient_norm: float
+    seconds: float
+    status: Status | None  # of the training run inside, the worst of all seeds; None if there was none
+    bits_per_parameter_step: float  # that its information buffer stored
+    hypers: Any  # as stored (domains)
+    value_error: float = math.nan  # standard error of `value` over seeds; NaN for one seed
+    gradient_error: float = math.nan  # norm of the standard error of the hypergradient
+    failed_seeds: int = 0
+    monitor: float = math.nan  # of `monitor_fn`
+
+    @property
+    def signal_to_noise(self) -> float:
+        """|hypergradient| / |its standard error|: below 1 the step is mostly noise. NaN for one seed."""
+        return self.gradient_norm / self.gradient_error if self.gradient_error else math.inf
+
+    @property
+    def at_bounds(self) -> tuple[str, ...]:
+        """The hyperparameters that have come to an end of their interval, a sentence each."""
+        return at_bounds(self.hypers)
+
+    @property
+    def judged(self) -> float:
+        """What `Result.best` compares: `monitor` if there is one, else `value`; infinity if that is NaN."""
+        number = self.value if math.isnan(self.monitor) else self.monitor
+        return number if math.isfinite(number) else math.inf
+
+    def record(self) -> dict[str, Any]:
+        """The numbers, for JSON: NaN as null, the status by its code; without the hypers."""
+        kept = {k: v for k, v in self._asdict().items() if k not in ("status", "hypers")}
+        record = {k: _json(v) for k, v in kept.items()}
+        return record | {"status": None if self.status is None else int(self.status.code)}
+
+
+def recorded(history: list[MetaStep]) -> dict[str, Any]:
+    """{"steps": one record per meta-step with its whole status, "places": what statuses index, once}."""
+    places: list[Any] = []
+    steps = []
+    for done in history:
+        record = done.record()
+        if done.status is not None:
+            place = [list(done.status.names), list(done.status.limits)]
+            places += [] if place in places else [place]
+            numbers = {k: np.asarray(getattr(done.status, k)).item() for k in _DTYPES}
+            record["status"] = {k: _json(v) for k, v in numbers.items()} | {"places": places.index(place)}
+        steps.append(record)
+    return {"steps": steps, "places": places}
+
+
+def restored(run: dict[str, Any], hypers: list[Any]) -> list[MetaStep]:
+    """The inverse of `recorded`."""
+    history = []
+    for record, h in zip(run["steps"], hypers, strict=True):
+        status = record["status"]
+        if status is not None:
+            names, limits = run["places"][status["places"]]
+            numbers: Any = {k: dtype(_number(status[k])) for k, dtype in _DTYPES.items()}
+            status = Status(**numbers, names=tuple(names), limits=tuple(limits))
+        kept: Any = {k: v if k == "status" else _number(v) for k, v in record.items()}
+        history.append(MetaStep(**{**kept, "status": status, "hypers": h}))
+    return history
+
+
+def best(history: list[MetaStep]) -> MetaStep:
+    return min(history, key=lambda done: done.judged)
+
+
+# The arrays of a `Status`.
+_DTYPES: dict[str, Any] = {
+    "code": np.int32, "step": np.int32, "place": np.int32, "magnitude": np.float32, "words": np.int32,
+    "bits": np.float32, "ideal_bits": np.float32,
+}  # fmt: skip
+
+
+def _json(x: int | float) -> int | float | str | None:
+    """JSON has no NaN and no infinity: null, and a string that `float` reads."""
+    if isinstance(x, int) or math.isfinite(x):
+        return x
+    return None if math.isnan(x) else str(x)
+
+
+def _number(x: Any) -> Any:
+    return math.nan if x is None else float(x) if isinstance(x, str) else x

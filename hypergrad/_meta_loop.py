@@ -1,0 +1,170 @@
+"""The meta-loop: evaluate, update, remember; and go on from what a folder remembers.
+
+Invariant: the history of a run that was killed and resumed is that of a run that was not, but for the seconds.
+"""
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from hypergrad._checkpoint import Folder, library_version
+from hypergrad._descent import Descent, Point
+from hypergrad._evaluate import Evaluation
+from hypergrad._history import MetaStep, best, recorded, restored
+from hypergrad.batches import check_key
+from hypergrad.hypers import check_hypers, describe_arrays, describe_hypers, hyper_path, split_fixed
+
+
+Callback = Callable[[MetaStep], Any]
+
+
+class Result(NamedTuple):
+    """What `optimize` returns."""
+
+    hypers: Any  # after the last update, as stored: `hg.natural` gives natural units
+    best: MetaStep  # the step of lowest `monitor`, or of lowest `value` without a monitor_fn
+    history: list[MetaStep]
+
+
+class MetaLoop:
+    """A meta-loop that can run from any start; its runs share what is compiled."""
+
+    def __init__(
+        self, train_fn: Any, val_fn: Any, meta_steps: int, meta_optimizer: Any, key: Array | None, seeds: int,
+        monitor_fn: Any, callbacks: Sequence[Callback], jit: bool, skip_nonfinite: bool,
+    ) -> None:  # fmt: skip
+        _check_arguments(meta_steps, meta_optimizer, seeds, callbacks)
+        self.evaluation = Evaluation(train_fn, val_fn, monitor_fn, seeds=seeds, jit=jit)
+        self.descent = Descent(meta_optimizer, self.evaluation)
+        self.meta_steps, self.callbacks, self.skip_nonfinite = meta_steps, callbacks, skip_nonfinite
+        self.key = default_key(key)
+        self.identity = {
+            "library version": library_version(),
+            "key": str(jax.random.key_data(self.key) if jnp.issubdtype(self.key.dtype, jax.dtypes.prng_key) else self.key),
+            "seeds_per_step": seeds,
+            "skip_nonfinite": skip_nonfinite,
+            "monitor_fn": "given" if monitor_fn else "none",
+        }
+
+    def run(self, hypers: Any, checkpoint: Any) -> Result:
+        hypers = check_hypers(hypers)
+        learned, fixed = split_fixed(hypers)
+        history: list[MetaStep] = []
+        point, stopped = self.descent.start(learned), False
+        folder = None if checkpoint is None else Folder(checkpoint, *self._identity(hypers, point))
+        if folder is not None and folder.done:
+            point, history, stopped = self._resume(folder, point, fixed)
+        for callback in self.callbacks:
+            if hasattr(callback, "begin"):
+                callback.begin(None if folder is None else list(history))
+        for step in range(len(history), len(history) if stopped else self.meta_steps):
+            done, point = self._meta_step(point, fixed, step)
+            history.append(done)
+            stop = any([callback(done) for callback in self.callbacks])
+            if folder is not None:
+                records = recorded(history) | {"stopped_at": self.meta_steps if stop else 0}
+                records["capacity"] = self.evaluation.ledger.capacity  # the same program after as before
+                folder.save(split_fixed(done.hypers)[0], point, records)
+            if stop:
+                break
+        return Result(eqx.combine(point.learned, fixed), best(history), history)
+
+    def _meta_step(self, point: Point, fixed: Any, step: int) -> tuple[MetaStep, Point]:
+        begin, key = time.perf_counter(), self._key(point, step)
+        evaluated, failure = self.evaluation(point.learned, fixed, key)
+        if failure is not None and not self.skip_nonfinite:
+            failure.add_note(f"(at meta-step {step} of hg.optimize)")
+            raise failure
+        if step == 0 and failure is None:
+            warn_unused(evaluated.grads)
+        status = self.evaluation.ledger.summary()
+        after = self.descent(point, fixed, evaluated, key) if evaluated.ok.any() else point
+        done = MetaStep(
+            step, float(evaluated.value), float(optax.tree.norm(evaluated.grads)), time.perf_counter() - begin, status,
+            float(status.bits) if status else 0.0, eqx.combine(point.learned, fixed), float(evaluated.value_error),
+            float(evaluated.gradient_error), int(np.sum(~evaluated.ok)), float(evaluated.monitor),
+        )  # fmt: skip
+        return done, after
+
+    def _key(self, point: Point, step: int) -> Array:
+        return jax.random.fold_in(self.key, 0 if self.descent.one_key(point) else step)
+
+    def _identity(self, hypers: Any, point: Point) -> tuple[dict[str, Any], str]:
+        identity = self.identity | {"hypers": describe_hypers(hypers), "meta_optimizer": describe_arrays(point.state)}
+        return identity, self.descent.fingerprint(point)
+
+    def _resume(self, folder: Folder, start: Point, fixed: Any) -> tuple[Point, list[MetaStep], bool]:
+        """Where the folder's run stands, checked: (point, history, whether a callback stopped it)."""
+        learned = folder.hypers(start.learned)
+        history = restored(folder.run, [eqx.combine(h, fixed) for h in learned])
+        _check_start(folder, learned[0], start.learned)
+        self.evaluation.ledger.capacity = folder.run["capacity"]
+        if self.meta_steps < len(history):
+            return Point(learned[self.meta_steps], start.state), history[: self.meta_steps], True
+        point, stopped = folder.point(start), folder.run["stopped_at"] >= self.meta_steps
+        if len(history) < self.meta_steps and not stopped:
+            self._check_again(folder, history[-1], point, fixed)
+        return point, history, stopped
+
+    def _check_again(self, folder: Folder, last: MetaStep, point: Point, fixed: Any) -> None:
+        """Evaluate the last meta-step once more: the same value, or else this is not what ran there."""
+        evaluated, _ = self.evaluation(split_fixed(last.hypers)[0], fixed, self._key(point, last.step))
+        value, elsewhere = float(evaluated.value), folder.elsewhere
+        off = abs(value - last.value) / max(abs(last.value), 1e-30)
+        same = off <= _SAME or (math.isnan(value) and math.isnan(last.value))
+        told = f"meta-step {last.step} of {folder.path} had the value {last.value:.8g} and has {value:.8g} now"
+        if not off <= _CLOSE and not same:
+            raise ValueError(
+                f"{told}: train_fn, val_fn or their data are not those of this run. Pass another `checkpoint` folder, or "
+                f"remove this one to start anew.{f' ({elsewhere}.)' if elsewhere else ''}"
+            )
+        if elsewhere or not same:
+            warnings.warn(f"{told}; {elsewhere or 'nothing else is known to differ'}. Going on.", stacklevel=5)
+
+
+# Relative differences of a value that is evaluated again: none but rounding, and what another machine may come to.
+_SAME, _CLOSE = 1e-6, 1e-2
+
+
+def _check_start(folder: Folder, there: Any, here: Any) -> None:
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(there), jax.tree.leaves(here), strict=True):
+        if not np.allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), 1e-5, 1e-6):
+            raise ValueError(
+                f"`checkpoint` {folder.path} holds another run: it started from other values of hypers{hyper_path(path)}. "
+                "Pass another folder, or remove this one to start anew."
+            )
+
+
+def default_key(key: Array | None) -> Array:
+    return jax.random.key(0) if key is None else check_key(key)
+
+
+def _check_arguments(meta_steps: Any, meta_optimizer: Any, seeds: Any, callbacks: Any) -> None:
+    for name, value in (("meta_steps", meta_steps), ("seeds_per_step", seeds)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"`{name}` must be an integer of at least 1; got {value!r}.")
+    if not (hasattr(meta_optimizer, "init") and hasattr(meta_optimizer, "update")):
+        raise TypeError(
+            f"`meta_optimizer` must be an optax transformation like optax.adam(0.04); got {type(meta_optimizer).__name__}."
+        )
+    if not all(callable(c) for c in callbacks):
+        raise TypeError("`callbacks` must be a sequence of functions of a MetaStep, e.g. [hg.callbacks.Progress()].")
+
+
+def warn_unused(grads: Any) -> None:
+    for path, g in jax.tree_util.tree_leaves_with_path(grads):
+        if g.size and not jnp.any(g != 0):
+            warnings.warn(
+                f"the hypergradient of hypers{hyper_path(path)} is exactly zero everywhere: is it used? "
+                "If it is not to be learned, wrap it in hg.fixed.",
+                stacklevel=3,
+            )

@@ -1,0 +1,124 @@
+"""`check_gradient` and `check_smoothness` tell the truth about gradients that are right, wrong, or of no use."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hypergrad as hg
+
+
+STEPS = 8
+DATA = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
+TARGET = DATA @ np.float32([1, -2, 0.5])
+
+
+def loss(w: Any, theta: Any, batch: Any) -> jax.Array:
+    x, y = batch
+    return jnp.mean((jnp.tanh(x @ w) - y) ** 2) + theta * jnp.sum(w**2)
+
+
+def train_fn(h: Any, key: Any) -> jax.Array:
+    sgd = hg.SGD(hg.PerStep(h["learning_rate"].values), h["momentum"])
+    start = 0.3 * jax.random.normal(key, 3)
+    return hg.train(loss, start, sgd, hg.full_batch((DATA, TARGET)), theta=h["penalty"], steps=STEPS).params
+
+
+def val_fn(w: Any) -> jax.Array:
+    return jnp.mean((DATA @ w - TARGET) ** 2)
+
+
+HYPERS = {
+    "learning_rate": hg.positive(hg.PerStep(jnp.full(STEPS, 0.2))),
+    "momentum": 0.5,
+    "penalty": hg.fixed(1e-2),
+}
+
+
+@pytest.fixture(scope="module")
+def gradient() -> Any:
+    return hg.hypergradient(train_fn, val_fn, HYPERS)[1]
+
+
+def test_a_right_gradient_agrees(gradient: Any) -> None:
+    check = hg.check_gradient(train_fn, val_fn, HYPERS)
+    assert check.verdict == "agrees" and check.relative_error < 1e-3 and check.noise < 1e-3 * abs(check.difference)
+    sum_ = jnp.sum(jnp.abs(gradient["learning_rate"].unconstrained.values)) + 0.5 * jnp.abs(gradient["momentum"])
+    np.testing.assert_allclose(check.derivative, sum_, rtol=1e-5)
+    assert "within 0.005" in str(check)
+
+
+def test_lies_of_one_percent_disagree(gradient: Any) -> None:
+    """In all of it, or in its largest coordinate alone by ten; a zero where something depends on a hyperparameter."""
+    off = jax.tree.map(lambda g: 1.01 * g, gradient)
+    assert_disagrees(hg.check_gradient(train_fn, val_fn, HYPERS, gradient=off))
+    for factor in (0.9, 0.0):
+        assert_disagrees(
+            hg.check_gradient(train_fn, val_fn, HYPERS, gradient=gradient | {"momentum": factor * gradient["momentum"]})
+        )
+    right = hg.check_gradient(train_fn, val_fn, HYPERS, gradient=gradient)
+    assert right.verdict == "agrees"
+
+
+def assert_disagrees(check: hg.GradientCheck) -> None:
+    assert check.verdict == "disagrees" and "not the derivative" in check.explain()
+
+
+@jax.custom_jvp
+def lie(x: Any) -> Any:
+    return x
+
+
+lie.defjvp(lambda primals, tangents: (primals[0], 1.01 * tangents[0]))
+
+
+def test_a_wrong_derivative_rule_is_found() -> None:
+    assert_disagrees(hg.check_gradient(lambda h, key: h**2, lie, hg.positive(jnp.array(2.0))))
+
+
+def test_a_function_too_rough_for_differences_is_too_noisy_to_tell() -> None:
+    def rough(h: Any, key: Any) -> Any:
+        return h + jnp.sin(3e5 * h)  # its derivative exists, and no float32 difference sees it
+
+    check = hg.check_gradient(rough, jnp.asarray, hg.positive(2.0))
+    assert check.verdict == "the difference is too noisy to tell" and "do not settle" in check.explain()
+
+
+def test_smoothness_of_known_functions() -> None:
+    """f = -a u + b u^2 / 2 at u = 0: the ratio of actual and predicted change is 1 - b s / 2a, the slope turns at a / b."""
+    for b, ratio, cosine, trusted in [(0.0, 1.0, 1, 0.2), (6.0, 0.85, 1, 0.025), (64.0, -0.6, -1, 0.003125)]:
+        s = hg.check_smoothness(lambda h, key, b=b: -h + b * h**2 / 2, jnp.asarray, 0.0, step=0.05)
+        np.testing.assert_allclose([s.ratio, s.trusted_step], [ratio, trusted], rtol=1e-3)
+        assert round(s.cosine) == cosine and s.same_sign == (cosine > 0)
+        assert str(s).startswith("smooth" if cosine > 0 else "rough")
+        np.testing.assert_allclose(s.actual, -s.sizes + b * s.sizes**2 / 2, rtol=1e-4)
+    assert s.trusted_step < s.step / 8 and "lower its learning rate" in s.explain()
+
+
+def test_smoothness_of_training_moves_what_is_learned_by_at_most_the_step(gradient: Any) -> None:
+    seen = []
+
+    def watched(h: Any, key: Any) -> Any:
+        seen.append(h)
+        return train_fn(h, key)
+
+    s = hg.check_smoothness(watched, val_fn, HYPERS, step=0.04)
+    assert s.ratio == pytest.approx(1, abs=0.2) and s.cosine > 0.9 and s.trusted_step >= 0.01
+    moves = [jnp.log(h["learning_rate"].values / 0.2) for h in seen[1:9]]
+    relative = [
+        max(float(jnp.max(jnp.abs(m))), abs(float(h["momentum"]) - 0.5) / 0.5) for m, h in zip(moves, seen[1:9], strict=True)
+    ]
+    np.testing.assert_allclose(relative, s.sizes, rtol=1e-3)
+    assert all(float(h["penalty"]) == np.float32(1e-2) for h in seen)
+
+
+def test_where_training_fails_there_is_no_prediction() -> None:
+    def val_fn(trained: Any) -> jax.Array:
+        w, momentum = trained
+        return 1e-3 * jnp.sum(w) - momentum  # downhill, the momentum passes 1
+
+    s = hg.check_smoothness(lambda h, key: (train_fn(h, key), h["momentum"]), val_fn, HYPERS, step=1.0)
+    assert np.isfinite(s.actual[0]) and np.isnan(s.actual[-1]) and np.isnan(s.ratio) and np.isnan(s.cosine)
+    assert s.trusted_step > 0 and "with which training fails" in s.explain()

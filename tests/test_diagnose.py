@@ -1,0 +1,152 @@
+"""`diagnose`, on a linear recurrence whose growth is known, on networks, and where there is nothing to see."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import fails
+
+import hypergrad as hg
+from hypergrad._diagnose import GROWTH, _judge
+from hypergrad._report import Trace
+from hypergrad.errors import Status
+
+
+STEPS = 60
+CURVATURE = np.array([1.0, 0.3, 0.05], np.float32)
+
+
+def quadratic(w: Any, theta: Any, batch: Any) -> jax.Array:
+    return jnp.sum(batch * w**2) / 2 + 0 * theta
+
+
+def logcosh(w: Any, _: Any, batch: Any) -> jax.Array:
+    return jnp.sum(jnp.logaddexp(w, -w) * batch)
+
+
+def train_fn(h: Any, key: Any) -> jax.Array:
+    sgd = hg.SGD(h["learning_rate"], hg.PerStep(jnp.full(STEPS, h["momentum"])))
+    return hg.train(quadratic, h["start"] * jnp.ones(3), sgd, hg.full_batch(CURVATURE), theta=h["theta"], steps=STEPS).params
+
+
+@functools.cache
+def diagnosed(low: float, high: float, jump: int = 0, momentum: float = 0.5, start: float = 0.0) -> hg.Diagnosis:
+    """The learning rate jumps from `low` to `high` at step `jump`; all values share one compilation."""
+    rate = hg.PerStep(jnp.where(jnp.arange(STEPS) < jump, low, high))
+    h = {"learning_rate": rate, "momentum": momentum, "start": start, "theta": 0.0}
+    return hg.diagnose(train_fn, jnp.sum, h)
+
+
+def spectral_radius(rate: float, momentum: float = 0.5, curvature: float = 1.0) -> float:
+    g = (1 - momentum) * curvature
+    return max(abs(np.linalg.eigvals([[momentum, -g], [rate * momentum, 1 - rate * g]])))
+
+
+def test_small_rates_are_healthy() -> None:
+    d = diagnosed(0.05, 0.05)
+    assert d.verdict == "healthy" and d.onset is None and d.until is None and d.growth < 3
+    assert "Nothing to do" in str(d) and d.runs == 1 and d.status.ok
+
+
+@pytest.mark.parametrize("rate", [6.3, 9.0])
+def test_growth_per_step_is_the_spectral_radius(rate: float) -> None:
+    d = diagnosed(rate, rate)
+    assert d.verdict == "exploding" and d.onset <= 3
+    np.testing.assert_allclose(d.growth_per_step, spectral_radius(rate), rtol=0.03)
+    np.testing.assert_allclose(d.growth, spectral_radius(rate) ** STEPS, rtol=0.9)
+
+
+@pytest.mark.parametrize("jump", [15, 30, 40])
+def test_the_onset_is_where_the_rate_becomes_too_large(jump: int) -> None:
+    d = diagnosed(0.1, 9.0, jump)
+    assert d.verdict == "exploding" and abs(d.onset - jump) <= 4 and d.until >= STEPS - 3
+    assert f"from step {d.onset} on" in d.explain() and "Lower the learning rate" in d.explain()
+
+
+def test_norms_are_those_of_the_hypergradient() -> None:
+    """The first norms are the gradient with respect to the initial state, the last that of `val_fn`."""
+    d = diagnosed(0.1, 9.0, 30)
+    np.testing.assert_allclose(d.norms["params"][-1], np.sqrt(3), rtol=1e-6)
+    assert d.norms["velocity"][-1] == 0 and all(len(n) == STEPS + 1 for n in d.norms.values())
+    rates = jnp.where(jnp.arange(STEPS) < 30, 0.1, 9.0)
+
+    def final(w: Any, v: Any) -> jax.Array:
+        sgd = hg.SGD(hg.PerStep(rates), hg.PerStep(jnp.full(STEPS, 0.5)))
+        batches = hg.full_batch(CURVATURE)
+        return jnp.sum(hg.train(quadratic, w, sgd, batches, theta=0.0, steps=STEPS, state={"velocity": v}).params)
+
+    dw, dv = jax.grad(final, argnums=(0, 1))(jnp.zeros(3), jnp.zeros(3))
+    np.testing.assert_allclose(d.norms["params"][0], jnp.linalg.norm(dw), rtol=1e-5)
+    np.testing.assert_allclose(d.norms["velocity"][0], jnp.linalg.norm(dv), rtol=1e-5)
+
+
+def test_contraction_is_vanishing_not_exploding() -> None:
+    h = {"learning_rate": hg.PerStep(jnp.full(STEPS, 1.0)), "momentum": 0.5, "start": 0.0, "theta": 0.0}
+    d = hg.diagnose(train_fn, lambda w: w[0], h)
+    assert d.verdict == "vanishing" and 0.6 < d.growth_per_step < 0.8 and "take fewer steps" in d.explain().lower()
+    expected = STEPS - np.log(1e-6) / np.log(spectral_radius(1.0))
+    assert abs(d.onset - expected) <= 6
+
+
+def test_a_derivative_that_overflows_is_reported_not_raised() -> None:
+    d = diagnosed(60.0, 60.0)  # it stays at zero, exactly; its derivative does not
+    assert d.verdict == "exploding" and d.status.ok and d.value == 0 and not np.isfinite(d.gradient_norm)
+    assert "beyond the range" in d.explain() and d.onset > 0
+    np.testing.assert_allclose(d.growth_per_step, spectral_radius(60.0), rtol=0.03)
+
+
+def test_training_that_fails_is_reported_not_raised() -> None:
+    d = diagnosed(60.0, 60.0, start=1.0)
+    assert d.verdict == "not finite" and not d.status.ok
+    assert "training itself failed" in d.explain() and "left the range" in d.explain()
+    assert np.isfinite(d.losses[: int(d.status.step)]).all()
+
+
+def test_a_value_that_is_not_finite_is_not_the_training_s_fault() -> None:
+    h = {"learning_rate": hg.PerStep(jnp.full(STEPS, 0.05)), "momentum": 0.5, "start": 0.0, "theta": 0.0}
+    d = hg.diagnose(train_fn, lambda w: jnp.sum(w) * jnp.nan, h)
+    assert d.verdict == "not finite" and d.status.ok and "look at `val_fn`" in d.explain()
+
+
+STATUS = Status(*(np.int32(0),) * 7, ("params",), (1.0,))
+
+
+def judged(norms: Any) -> hg.Diagnosis:
+    return _judge(Trace(STATUS, np.zeros(len(norms) - 1), {"params": np.asarray(norms)}), 1.0, 1.0, 1)
+
+
+def test_verdicts_on_norms_made_by_hand() -> None:
+    """Growth by a hundred alarms, a little less does not, wherever it lies; so does falling below a millionth."""
+    flat, rise = np.zeros(100), np.linspace(1, 0, 50)
+    for norms in ([*rise, *flat], [*(1 + flat), *rise], [*(1 + flat), *rise, *flat]):
+        assert judged((1.01 * GROWTH) ** np.array(norms)).verdict == "exploding"
+        assert judged((0.99 * GROWTH) ** np.array(norms)).verdict == "healthy"
+    assert judged(10.0 ** np.linspace(-6.1, 0, 100)).verdict == "vanishing"
+    assert judged(10.0 ** np.linspace(-5.9, 0, 100)).verdict == "healthy"
+    assert judged(np.zeros(10)).verdict == "vanishing" and "does not depend" in judged(np.zeros(10)).explain()
+    lost = judged([np.nan, np.nan, 1.0, 1.0])
+    assert lost.verdict == "not finite" and lost.onset == 1 and "sqrt(0)" in lost.explain()
+
+
+def test_a_probe_changes_no_bit_and_sees_compiled_and_batched_runs() -> None:
+    def one(rate: Any, key: Any) -> Any:
+        sgd, batches = hg.SGD(rate, 0.5), hg.full_batch(CURVATURE)
+        return hg.train(logcosh, jnp.ones(3), sgd, batches, steps=6).params
+
+    compiled = jax.jit(one)
+    value, gradient = hg.hypergradient(compiled, jnp.sum, 0.3)  # compiled without a probe
+    for _ in range(2):
+        d = hg.diagnose(compiled, jnp.sum, 0.3)
+        assert d.verdict == "healthy" and d.runs == 1
+        assert float(value) == d.value and abs(float(gradient)) == d.gradient_norm
+    batched = lambda h, key: jax.vmap(lambda s: one(s * h, key))(jnp.array([1.0, 2.0]))  # noqa: E731
+    d = hg.diagnose(batched, jnp.sum, 0.3)
+    assert d.runs == 2 and "the worst of 2" in str(d)
+
+
+def test_a_run_that_cannot_be_looked_into_is_an_error() -> None:
+    with fails(ValueError, "no reverse pass", "adjoint=hg.Reversible()"):
+        hg.diagnose(lambda h, key: h, lambda h: h**2, 0.3)

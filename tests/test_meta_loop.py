@@ -1,0 +1,272 @@
+"""What the meta-loop offers beyond descent: seeds, line searches, a third split, restarts, knots, bounds."""
+
+import io
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy.interpolate import CubicSpline
+from test_optimize import RATE, STEPS, loss, trainer, val_fn
+
+import hypergrad as hg
+
+
+FLAT = optax.sgd(0.0)
+
+
+def one_step(train_fn: Any = None, hypers: Any = RATE, **options: Any) -> hg.MetaStep:
+    options = {"meta_optimizer": FLAT, "meta_steps": 1, **options}
+    return hg.optimize(train_fn or trainer(), val_fn, hypers, **options).history[0]
+
+
+def noisy(hypers: Any, key: Any) -> Any:
+    return jnp.sum((hypers["learning_rate"] + jax.random.normal(key)) ** 2)
+
+
+@pytest.mark.parametrize(("seeds", "jit"), [(5, True), (3, False)])
+def test_seeds_are_averaged_with_their_standard_error(seeds: int, jit: bool) -> None:
+    calls = []
+    train_fn = lambda hypers, key: (calls.append(0), noisy(hypers, key))[1]  # noqa: E731
+    result = hg.optimize(train_fn, lambda x: x, RATE, seeds_per_step=seeds, jit=jit, meta_optimizer=FLAT, meta_steps=2)
+    assert len(calls) == (1 if jit else 2 * seeds)
+    done = result.history[1]
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), 1), seeds)
+    shifted = 0.05 + np.array([jax.random.normal(key) for key in keys])
+    values, slopes = shifted**2, 2 * shifted * 0.05  # the learning rate is stored as its logarithm
+    np.testing.assert_allclose(done.value, values.mean(), rtol=1e-4)
+    np.testing.assert_allclose(done.value_error, values.std(ddof=1) / math.sqrt(seeds), rtol=1e-4)
+    np.testing.assert_allclose(done.gradient_norm, abs(slopes.mean()), rtol=1e-4)
+    np.testing.assert_allclose(done.gradient_error, slopes.std(ddof=1) / math.sqrt(seeds), rtol=1e-4)
+    np.testing.assert_allclose(done.signal_to_noise, done.gradient_norm / done.gradient_error)
+    assert done.failed_seeds == 0
+
+
+def test_seeds_train_like_runs_of_their_own() -> None:
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), 0), 3)
+    single = jax.jit(jax.value_and_grad(lambda h, key: val_fn(trainer()(hg.natural(h), key))))
+    values, grads = zip(*(single(RATE, key) for key in keys), strict=True)
+    done = one_step(seeds_per_step=3)
+    np.testing.assert_allclose(done.value, np.mean(values), rtol=1e-5)
+    slopes = [float(g["learning_rate"].unconstrained) for g in grads]
+    np.testing.assert_allclose(done.gradient_norm, abs(np.mean(slopes)), rtol=1e-4)
+
+
+def test_one_seed_has_no_standard_error() -> None:
+    done = hg.optimize(noisy, lambda x: x, RATE, meta_steps=1).history[0]
+    assert math.isnan(done.value_error)
+    assert math.isnan(done.gradient_error)
+    assert math.isnan(done.signal_to_noise)
+
+
+def diverging(hypers: Any, key: Any) -> Any:
+    """Training that fails for the seeds whose first draw is positive."""
+    start = jax.random.normal(key, 3)
+    rate = jnp.where(start[0] > 0, 1e12, hypers["learning_rate"])
+    return hg.train(loss, start, hg.SGD(rate, 0.5), hg.full_batch((jnp.eye(3), jnp.ones(3))), theta=0.0, steps=4).params
+
+
+@pytest.mark.parametrize(("seeds", "jit"), [(6, True), (4, False)])
+def test_a_seed_that_diverged_does_not_poison_the_mean(seeds: int, jit: bool) -> None:
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), 0), seeds)
+    good = [key for key in keys if jax.random.normal(key, 3)[0] <= 0]
+    assert 0 < len(good) < seeds
+    done = one_step(diverging, seeds_per_step=seeds, jit=jit, skip_nonfinite=True)
+    assert done.failed_seeds == seeds - len(good)
+    values = [float(val_fn(diverging(hg.natural(RATE), key))) for key in good]
+    np.testing.assert_allclose(done.value, np.mean(values), rtol=1e-5)
+    assert math.isfinite(done.gradient_norm)
+    with pytest.raises(hg.RangeError) as caught:
+        one_step(diverging, seeds_per_step=seeds, jit=jit)
+    first = next(i for i, key in enumerate(keys) if jax.random.normal(key, 3)[0] > 0)
+    assert f"(seed {first}, the first of {seeds - len(good)} that failed of {seeds})" in caught.value.__notes__
+
+
+def test_where_every_seed_diverged_the_hypers_stay() -> None:
+    always = lambda h, key: diverging({"learning_rate": h["learning_rate"] * 1e12}, key)  # noqa: E731
+    options = {"seeds_per_step": 2, "skip_nonfinite": True, "meta_optimizer": optax.sgd(1.0), "meta_steps": 2}
+    result = hg.optimize(always, val_fn, RATE, **options)
+    assert [done.failed_seeds for done in result.history] == [2, 2]
+    assert result.hypers["learning_rate"].unconstrained == RATE["learning_rate"].unconstrained
+
+
+def test_a_jitted_train_fn_reports_to_the_loop_that_runs_it() -> None:
+    jitted = jax.jit(trainer(8))
+    for _ in range(2):
+        done = one_step(jitted, jit=False)
+        assert done.status is not None
+        assert done.bits_per_parameter_step > 0
+    with pytest.raises(hg.RangeError, match="left the range"):
+        one_step(jitted, {"learning_rate": 1e30}, jit=False)
+    assert math.isfinite(float(jitted({"learning_rate": 0.05}, jax.random.key(0))[0]))
+
+
+def quadratic(hypers: Any, key: Any) -> Any:
+    """A badly scaled bowl, shifted by noise that differs from key to key."""
+    return hypers["x"] * jnp.array([1.0, 10.0]) + 0.1 * jax.random.normal(key, 2)
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_lbfgs_sees_one_objective_and_beats_adam(seeds: int) -> None:
+    start, options = {"x": jnp.array([3.0, 1.0])}, {"meta_steps": 8, "seeds_per_step": seeds}
+    steep, plain = (
+        hg.optimize(quadratic, lambda w: jnp.sum(w**2), start, meta_optimizer=m, **options)
+        for m in (optax.lbfgs(memory_size=5), optax.adam(0.1))
+    )
+    values = [done.value for done in steep.history]
+    assert all(b <= a * (1 + 1e-6) for a, b in zip(values, values[1:], strict=False)), values  # one key: no noise
+    if seeds == 1:
+        assert values[-1] < 1e-4 * values[0]
+    assert values[-1] < 0.1 * plain.history[-1].value
+
+
+def test_a_line_search_turns_away_from_where_training_fails() -> None:
+    """Beyond x = 4 the run leaves its range; the first trial steps of the search land there."""
+
+    def f(hypers: Any, key: Any) -> Any:
+        x = hypers["x"]
+        w = hg.train(lambda w, theta, y: jnp.sum((w - y) ** 2), jnp.where(x > 4, 1e9, x)[None], hg.SGD(0.01, 0.5),
+                     hg.full_batch(jnp.zeros(1)), steps=2).params[0]  # fmt: skip
+        return 100 * (w - 3.0) ** 2
+
+    result = hg.optimize(f, lambda v: v, {"x": 1.0}, meta_optimizer=optax.lbfgs(), meta_steps=8)
+    assert result.history[-1].value < 1e-3
+
+
+def test_a_third_split_decides_on_the_best_step_and_when_to_stop() -> None:
+    """The value falls for ever; the monitor rises from the third step on."""
+    stopping = hg.callbacks.EarlyStopping(patience=3)
+    result = hg.optimize(
+        lambda h, key: h, lambda h: h, 1.0, monitor_fn=lambda h: (h - 0.8) ** 2, meta_steps=20,
+        meta_optimizer=optax.sgd(0.1), callbacks=[stopping],
+    )  # fmt: skip
+    assert result.best.step == 2
+    assert len(result.history) == 6
+    np.testing.assert_allclose(result.history[0].monitor, 0.04, rtol=1e-5)
+    assert result.history[-1].value < result.best.value
+
+
+def test_early_stopping_without_a_third_split_watches_the_value() -> None:
+    history = [hg.MetaStep(i, v, 1.0, 0.0, None, 0.0, None) for i, v in enumerate([3.0, 2.0, math.nan, 2.5, 1.95, 2.0])]
+    patient = hg.callbacks.EarlyStopping(patience=2, tolerance=0.1)
+    assert [done.step for done in history if patient(done)] == [3, 4, 5]
+    patient.begin(history[:2])
+    assert not patient(history[2])
+    assert patient(history[3])
+    with pytest.raises(ValueError, match="EarlyStopping needs patience >= 1"):
+        hg.callbacks.EarlyStopping(patience=0)
+
+
+def test_restarts_find_what_one_start_does_not_and_compile_once() -> None:
+    calls = []
+
+    def two_valleys(h: Any, key: Any) -> Any:
+        calls.append(0)
+        return jnp.where(h > 0, (h - 1) ** 2 + 0.5, (h + 1) ** 2)
+
+    options = {"meta_steps": 30, "meta_optimizer": optax.adam(0.2)}
+    stuck = hg.optimize(two_valleys, lambda x: x, 0.5, **options)
+    calls.clear()
+    best, *others = hg.restarts(two_valleys, lambda x: x, [0.5, -0.5, 2.0], **options)
+    assert len(calls) == 1
+    assert best.best.value < 0.1 < stuck.best.value
+    assert [r.best.value for r in others] == sorted(r.best.value for r in others)
+    np.testing.assert_allclose(others[0].best.value, stuck.best.value, rtol=1e-6)
+
+
+def test_a_start_that_fails_is_left_out() -> None:
+    starts = [{"learning_rate": hg.positive(rate)} for rate in (1e12, 0.05)]
+    with pytest.warns(UserWarning, match="start 0 of hg.restarts is left out: .* range"):
+        (result,) = hg.restarts(trainer(), val_fn, starts, meta_steps=1)
+    assert math.isfinite(result.best.value)
+    with pytest.warns(UserWarning, match="left out"), pytest.raises(hg.RangeError):
+        hg.restarts(trainer(), val_fn, starts[:1], meta_steps=1)
+    with pytest.raises(ValueError, match="`starts` of hg.restarts is empty"):
+        hg.restarts(trainer(), val_fn, [])
+
+
+def test_scatter_moves_what_is_learned_and_keeps_domains() -> None:
+    hypers = {"a": hg.positive(jnp.ones(1000)), "m": hg.unit_interval(0.5), "k": hg.fixed(0.1), "free": 2.0}
+    moved = hg.scatter(hypers, jax.random.key(0), 0.5)
+    assert jax.tree.structure(moved) == jax.tree.structure(hypers)
+    assert abs(float(jnp.std(moved["a"].unconstrained)) - 0.5) < 0.05
+    assert moved["k"].unconstrained == np.float32(0.1)
+    assert moved["m"].unconstrained != hypers["m"].unconstrained
+    again = hg.scatter(hypers, jax.random.key(0), 0.5)
+    np.testing.assert_array_equal(moved["a"].unconstrained, again["a"].unconstrained)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("linear", lambda v, t: np.interp(t, np.linspace(0, 9, 4), v)),
+        ("cubic", lambda v, t: CubicSpline(np.linspace(0, 9, 4), v, bc_type="natural")(t)),
+        ("constant", lambda v, t: v[np.array([0, 0, 0, 1, 1, 2, 2, 2, 3, 3])]),
+    ],
+)
+def test_knots_spread_over_the_steps(kind: str, expected: Any) -> None:
+    values = np.float32([1.0, 3.0, 2.0, 5.0])
+    steps = hg.natural(hg.knots(jnp.asarray(values), 10, kind)).values
+    np.testing.assert_allclose(steps, expected(values, np.arange(10)), rtol=1e-5)
+    in_a_domain = hg.natural(hg.positive(hg.knots(jnp.asarray(values), 10, kind)))
+    assert isinstance(in_a_domain, hg.PerStep)
+    np.testing.assert_allclose(np.log(in_a_domain.values), expected(np.log(values), np.arange(10)), rtol=1e-4, atol=1e-5)
+    same = hg.natural(hg.positive(hg.knots(jnp.full((3, 2), 0.7), 10, kind))).values
+    np.testing.assert_allclose(same, np.full((10, 2), 0.7), rtol=1e-5)
+
+
+def test_knots_train_like_the_schedule_they_stand_for() -> None:
+    knots = hg.positive(hg.knots(jnp.array([0.02, 0.1, 0.05]), STEPS))
+    schedule = hg.natural(knots)
+    value, grads = hg.hypergradient(trainer(), val_fn, {"learning_rate": knots})
+    _, each = hg.hypergradient(trainer(), val_fn, {"learning_rate": hg.positive(schedule)})
+    weights = np.stack([np.interp(np.arange(STEPS), np.linspace(0, STEPS - 1, 3), unit) for unit in np.eye(3)])
+    expected = weights @ np.asarray(each["learning_rate"].unconstrained.values)  # the chain rule, in logarithms
+    np.testing.assert_allclose(grads["learning_rate"].unconstrained.values, expected, rtol=1e-4)
+    key = jax.random.key(0)
+    direct = trainer()({"learning_rate": hg.knots(jnp.array([0.02, 0.1, 0.05]), STEPS)}, key)  # without `natural`
+    assert jnp.all(jnp.isfinite(direct))
+    assert value.shape == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((1.0, 5), r"hg.knots has shape \(\); its leading axis counts the knots, from 1 to steps=5"),
+        ((jnp.ones(6), 5), r"hg.knots has shape \(6,\)"),
+        (({"a": jnp.ones(0)}, 5), r"hg.knots\['a'\] has shape \(0,\)"),
+        ((jnp.ones(2), 5, "quadratic"), "`kind` of hg.knots must be one of 'linear', 'cubic', 'constant'; got 'quadratic'"),
+        ((jnp.ones(2), 0), "`steps` of hg.knots must be an integer of at least 1; got 0"),
+    ],
+)
+def test_knots_that_make_no_schedule(arguments: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        hg.knots(*arguments)
+
+
+def test_bounds_that_are_hit_are_reported() -> None:
+    hypers = {"m": hg.unit_interval(jnp.array([0.5, 0.9999])), "b": hg.bounded(2.0001, 2.0, 3.0), "free": 1.0}
+    expected = (
+        "hypers['b']: is at the lower bound 2",
+        "hypers['m']: 1 of 2 values are at the upper bound 0.999985",
+    )
+    done = hg.MetaStep(0, 1.0, 1.0, 0.0, None, 0.0, hypers)
+    assert done.at_bounds == expected
+    file = io.StringIO()
+    hg.callbacks.Progress(file)(done)
+    assert file.getvalue().rstrip().endswith(expected[1])
+
+
+def test_progress_shows_what_there_is() -> None:
+    file = io.StringIO()
+    progress = hg.callbacks.Progress(file)
+    done = hg.MetaStep(3, 1.0, 2.0, 0.1, None, 0.0, 1.0, value_error=0.25, gradient_error=0.5, failed_seeds=2, monitor=4.0)
+    progress.begin([done])
+    progress(done)
+    assert file.getvalue().splitlines() == [
+        "going on after meta-step 3",
+        "meta-step    3   value 1 +- 0.25   monitor 4   |gradient| 2   0.10 s   2 failed",
+    ]
