@@ -138,7 +138,11 @@ def decay_sentence(name: str, value: float, step: int = -1, denominator: int = 2
         why = f"It rounds to {round(value)} on the grid of 1/{denominator}: nothing would {lost}."
         nearest = highest if value > 0.5 else lowest
     elif value <= 0:
-        why, nearest = "With 0 a step forgets its past and has no inverse, and a negative decay is not a decay.", lowest
+        why = (
+            "With 0 a step forgets its past and has no inverse (SGD, RMSProp and Adagrad without momentum would add a "
+            "gradient taken at the very parameters that undoing the step must find), and a negative decay is not a decay."
+        )
+        nearest = lowest
     else:
         why, nearest = "With 1 nothing decays and the update vanishes; above 1 it grows without bound.", highest
     return f"`{name}` must be in (0, 1); got {value!r}{at}. {why} The nearest representable value is {nearest!r}."

@@ -1,5 +1,6 @@
-"""Checkers of the two laws that everything rests on: `unstep` inverts `step`, and hypergradients are derivatives."""
+"""Checkers of the laws that everything rests on: steps have inverses, and hypergradients are derivatives."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,121 +9,139 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad._check import check_reversal
 from hypergrad._differences import central, extrapolated
-from hypergrad.exact import DEVICE, Value, Wide, grid_range, schedule
-from hypergrad.loop import step as _step
-from hypergrad.loop.problem import join_steps, split_steps
-from hypergrad.optimizers.chain import Link, Optimizer
-from hypergrad.optimizers.expand import compute_dtype, link_fraction_bits, link_numerators, prepared
-from hypergrad.optimizers.transform import transforms
+from hypergrad._inverse import check_inverse as check_inverse
+from hypergrad._train import train
+from hypergrad.adjoints import Reversible, Unrolled
+from hypergrad.batches import stacked
+from hypergrad.errors import HypergradError
+from hypergrad.loop.step import increment
+from hypergrad.optimizers.chain import PARAMS, Link, Optimizer
 
 
-_EXTREMES = (0, -1, 1, 2**16 - 1, -(2**16), 2**60, -(2**60), 2**61 - 1, -(2**61) + 1)
-_LOW_EXTREMES = (0, 1, 2**16 - 1, 2**43, 2**44 - 1)  # of the low limb of a wide link
+def check_optimizer(optimizer: Optimizer, params: Any = None, *, steps: int = 8, tolerance: float = 1e-8) -> None:
+    """Assert that an optimizer keeps the contract of reversible optimizers, on a small problem in float64.
 
-
-def check_inverse(optimizer: Optimizer, params: Any = None, *, steps: int = 20, seed: int = 0) -> None:
-    """Assert `unstep(step(state, g), g) == state` bit for bit, over `steps` random gradients and extreme integers.
-
-    params: pytree of floats whose shapes the optimizer's hyperparameters fit; None: one float32 [3, 4] leaf. Weights that
-    extreme integers drive out of their range start afresh. Raises AssertionError naming the step, link and leaf that did not
-    come back.
+    In this order: increments are pure, have the derivatives that differences give, and are linear in the gradient where
+    `linear` says so; extreme integers come back (`check_inverse`); a training run comes back; its buffers hold log2(1/decay)
+    bits; values out of range are reported; derivatives are finite where gradients are zero; those of `hg.Reversible` and of
+    `hg.Unrolled` agree to a relative `tolerance` in every hyperparameter, the parameters and the state. params: pytree of
+    floats whose shapes the hyperparameters fit; None: one [4, 4] leaf. steps: of the run, and of `PerStep` hyperparameters.
+    Raises AssertionError that says what is wrong and where to look.
     """
-    params = {"w": jnp.zeros((3, 4), jnp.float32)} if params is None else params
-    rule, leaves = _rule_of(optimizer, params), jax.tree.leaves(params)
-    h = prepared(optimizer, params, steps)
-    rng = np.random.default_rng(seed)
+    name = type(optimizer.layers[-1]).__name__
     with jax.enable_x64(True):
-        plans = {k.name: [schedule(link_numerators(k, hj, steps), k.denominator) for hj in h] for k in rule.chain if k.decay}
-        words: dict[str, int | None] = {name: max(int(s.words) for s in row) for name, row in plans.items()}
-        turns = {name: [s.turns for s in row] for name, row in plans.items()}
-        gradients = [jnp.asarray(rng.normal(size=(steps, *x.shape)), x.dtype) for x in leaves]
-        constant, stepped = split_steps(h, steps)
-        wide = [x.astype(dtype) for x, dtype in zip(leaves, rule.dtypes, strict=True)]
-        fresh = _step.start(rule, {link.name: [link.start(x) for x in wide] for link in rule.chain}, words)
-        state = fresh._replace(z={link.name: _drawn(rng, rule, link, fresh.z) for link in rule.chain})
-        run = jax.jit(_there_and_back, static_argnums=0)
-        for _ in range(5):
-            there, back, lost = run(rule, constant, state, (stepped, turns, gradients))
-            if not any(x.any() for x in lost):
-                return _compare(rule, *jax.tree.map(np.asarray, (there, back)))
-            state = state._replace(z={n: list(map(_afresh, lost, row, fresh.z[n])) for n, row in state.z.items()})
-    raise AssertionError("values leave the range of their grids from a fresh start: take smaller hyperparameters to check.")
+        params = {"w": jnp.ones((4, 4))} if params is None else params
+        rng = np.random.default_rng(0)
+        params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), params)
+        optimizer = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), optimizer)
+        _check_increments(name, optimizer)
+        check_inverse(optimizer, params, steps=steps)
+        batches = stacked([_data(rng, x.shape, steps) for x in jax.tree.leaves(params)])
+        arguments = (_loss, params, optimizer, batches)
+        _check_run(name, optimizer, arguments, steps)
+        _check_derivatives(name, arguments, tolerance)
 
 
-def _rule_of(optimizer: Optimizer, params: Any) -> _step.Rule:
-    leaves, chain = jax.tree.leaves(params), optimizer.chain
-    bits = tuple(tuple(link_fraction_bits(link, x, None) for x in leaves) for link in chain)
-    dtypes = tuple(compute_dtype(x) for x in leaves)
-    own = tuple(np.dtype(x.dtype) for x in leaves)
-    return _step.Rule(chain, bits, dtypes, own, DEVICE, optimizer.linear, not optimizer.linear, transforms(optimizer))
+def _data(rng: np.random.Generator, shape: tuple[int, ...], steps: int) -> tuple[Array, Array]:
+    """(slopes, targets) [steps, ...]: the first weight never has a gradient, the second none at the first step."""
+    slopes = rng.normal(size=(steps, math.prod(shape)))
+    slopes[:, 0], slopes[0, 1:2] = 0, 0
+    return jnp.asarray(slopes.reshape(steps, *shape)), jnp.asarray(rng.normal(size=(steps, *shape)))
 
 
-def _drawn(rng: np.random.Generator, rule: _step.Rule, link: Link, like: Any) -> list[Value]:
-    """Integers for every leaf of a link: extremes, and as many of ordinary size."""
-
-    def draw(x: Value, bits: int) -> Value:
-        ordinary = (rng.normal(size=x.shape) * 2.0**bits).astype(np.int64)
-        z = jnp.asarray(np.where(rng.random(x.shape) < 0.5, rng.choice(_EXTREMES, x.shape), ordinary))
-        return Wide(z, jnp.asarray(rng.choice(_LOW_EXTREMES, x.shape))) if link.wide else z
-
-    return [draw(x, bits) for x, bits in zip(like[link.name], rule.bits(link), strict=True)]
+def _loss(params: Any, theta: Any, batch: Any) -> Array:
+    """Smooth, with a Hessian that couples all leaves."""
+    del theta
+    pairs = [(w, *data) for w, data in zip(jax.tree.leaves(params), batch, strict=True)]
+    return sum(jnp.sum(jnp.logaddexp(a * (w - b), 0)) for w, a, b in pairs) + jnp.tanh(
+        sum(jnp.vdot(a, w) for w, a, _ in pairs)
+    )
 
 
-def _afresh(lost: Array, z: Value, fresh: Value) -> Value:
-    chosen = lost if lost.shape == z.shape else lost.any()
-    return jax.tree.map(lambda x, y: jnp.where(chosen, y, x), z, fresh)
-
-
-class _Trace(NamedTuple):
-    """The state before every step, leading axis = step: integers, and the heads of the buffers."""
-
-    z: Any
-    heads: Any
-
-
-def _there_and_back(rule: _step.Rule, constant: Any, state: _step.Exact, xs: Any) -> tuple[_Trace, _Trace, list[Array]]:
-    """Both ways' traces, and per leaf which entries left the range of a grid on the way there: bool [leaf shape]."""
-
-    def trace(state: _step.Exact) -> _Trace:
-        return _Trace(state.z, {name: [b.head for b in row] for name, row in state.buffers.items()})
-
-    def forward(carry: Any, x: Any) -> Any:
-        (state, lost), (stepped, turns, g) = carry, x
-        left, _ = _step.step(rule, state, join_steps(constant, stepped), turns, g)
-        return (left, [a | b for a, b in zip(lost, _out_of_range(rule, left), strict=True)]), trace(state)
-
-    def backward(left: _step.Exact, x: Any) -> Any:
-        stepped, turns, g = x
-        state = _step.unstep(rule, left, join_steps(constant, stepped), turns, lambda w: g)
-        return state, trace(state)
-
-    (end, lost), there = jax.lax.scan(forward, (state, _out_of_range(rule, state)), xs)
-    return there, jax.lax.scan(backward, end, xs, reverse=True)[1], lost
-
-
-def _out_of_range(rule: _step.Rule, state: _step.Exact) -> list[Array]:
-    rows = [jnp.zeros(x.shape, bool) for x in state.z[rule.chain[-1].name]]
+def _check_increments(name: str, optimizer: Optimizer) -> None:
+    """Each increment's derivative against differences, and that it is linear in the gradient where the rule says so."""
+    rule = optimizer.layers[-1]
+    rng = np.random.default_rng(0)
+    draw = lambda: jnp.asarray(rng.uniform(0.5, 1.5, (4, 4)))  # noqa: E731 (square: some rules take matrix roots)
+    h = rule.prepare({field: jnp.full((1, 1, 1), 0.5) for field in rule.hyperparameters()}, 1)
+    h = {k: x.reshape(()) if x.size == 1 else x for k, x in h.items()}
     for link in rule.chain:
-        for j, x in enumerate(rule.floats(state.z, link)):
-            lost = ~(jnp.abs(x) < grid_range(rule.bits(link)[j]))
-            rows[j] |= lost if lost.shape == rows[j].shape else lost.any()
-    return rows
+
+        def inputs(link: Link = link) -> Any:
+            return h, {k.name: draw() for k in rule.chain if k is not link}, draw()
+
+        f = lambda x, link=link: increment(link, *x)  # noqa: E731
+        at, along = inputs(), inputs()
+        if not np.array_equal(f(at), f(at), equal_nan=True):
+            raise AssertionError(
+                f"{name}: the increment of link `{link.name}` gives two values for the same arguments. It must be a pure "
+                "function of h, z and g, or a step cannot be undone."
+            )
+        ahead, behind = (f(jax.tree.map(lambda x, d, e=e: x + e * d, at, along)) for e in (1e-5, -1e-5))
+        tangent = jax.jvp(f, (at,), (along,))[1]
+        if not bool(jnp.allclose((ahead - behind) / 2e-5, tangent, rtol=1e-5, atol=1e-7)):
+            raise AssertionError(
+                f"{name}: the derivative of the increment of link `{link.name}` is not what differences give. Does it have "
+                "a derivative rule of its own, or round?"
+            )
+        first, second = (jax.vjp(f, x)[1](jnp.ones_like(tangent))[0][2] for x in (at, inputs()))
+        if rule.linear and not bool(jnp.allclose(first, second, rtol=1e-12)):
+            raise AssertionError(
+                f"{name} declares linear = True, but the gradient enters the increment of link `{link.name}` not linearly, "
+                "or with a factor that reads another link. Its derivative would be wrong: leave `linear` out."
+            )
 
 
-def _compare(rule: _step.Rule, there: _Trace, back: _Trace) -> None:
-    for t in reversed(range(len(jax.tree.leaves(there.z)[0]))):
-        for name, leaves in there.z.items():
-            for j, z in enumerate(leaves):
-                pairs = zip(jax.tree.leaves(z), jax.tree.leaves(back.z[name][j]), strict=True)
-                if off := max(int(np.abs(x[t] - y[t]).max()) for x, y in pairs):
-                    raise AssertionError(
-                        f"unstep did not undo step {t}: link `{name}`, leaf {j}, is off by up to {off} quanta. Its "
-                        "increment is not the same function of the same values in both directions: does it read anything "
-                        "but h, z and g, or end in a product plus a sum?"
-                    )
-                if name in there.heads and (there.heads[name][j][t] != back.heads[name][j][t]).any():
-                    raise AssertionError(f"unstep did not undo step {t}: the buffer of link `{name}`, leaf {j}, differs.")
+def _check_run(name: str, optimizer: Optimizer, arguments: tuple[Any, ...], steps: int) -> None:
+    try:
+        proof = check_reversal(*arguments)
+    except HypergradError as e:
+        raise AssertionError(f"{name} cannot train a small problem with these hyperparameters: {e}") from e
+    if not proof.exact:
+        place = proof.first_mismatch.place if proof.first_mismatch else "?"
+        raise AssertionError(
+            f"{name}: training does not come back to its first bits; {place} differs first. Is an increment random, or does "
+            "it end in a product plus a sum?"
+        )
+    links = sum(link.decay is not None for link in optimizer.chain)
+    slack = 24 * links / steps  # the part of a head that is not filled yet
+    if not proof.bits_per_parameter_step <= 1.02 * proof.ideal_bits_per_parameter_step + slack:
+        raise AssertionError(
+            f"{name}: {proof.bits_per_parameter_step:.3g} bits a parameter and step, where its decays lose "
+            f"{proof.ideal_bits_per_parameter_step:.3g}."
+        )
+    loss, params, optimizer, batches = arguments
+    far = jax.tree.map(lambda x: jnp.full_like(x, 1e9), params)
+    run = train(loss, far, optimizer, batches, throw=False)
+    if bool(run.status.ok) or not all(bool(jnp.isnan(x).all()) for x in jax.tree.leaves((run.params, run.state))):
+        raise AssertionError(f"{name}: parameters out of range went unreported.")
+
+
+def _check_derivatives(name: str, arguments: tuple[Any, ...], tolerance: float) -> None:
+    loss, params, optimizer, batches = arguments
+
+    def objective(inputs: Any, adjoint: Any) -> Array:
+        run = train(loss, inputs["params"], inputs["optimizer"], batches, state=inputs["state"], adjoint=adjoint)
+        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves((run.params, run.state))) + jnp.sum(jnp.cos(run.losses))
+
+    wide = {link.name: jax.tree.map(link.start, params) for link in optimizer.chain if link.name != PARAMS}
+    inputs = {"optimizer": optimizer, "params": params, "state": wide}
+    ours, stored = (jax.jit(jax.grad(lambda i, a=a: objective(i, a)))(inputs) for a in (Reversible(), Unrolled()))
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(stored), strict=True):
+        where = jax.tree_util.keystr(path)[2:].replace("']", "", 1)
+        if not bool(jnp.isfinite(x).all() and jnp.isfinite(y).all()):
+            raise AssertionError(
+                f"{name}: the derivative in {where} is NaN or infinite. One weight of this problem never has a gradient and "
+                "one has none at first: is there a sqrt, a power or a quotient at zero? Its derivative must be finite there."
+            )
+        error = float(jnp.linalg.norm((x - y).ravel()) / jnp.maximum(jnp.linalg.norm(y.ravel()), 1e-300))
+        if float(jnp.linalg.norm((x - y).ravel())) > 0 and not error <= tolerance:
+            raise AssertionError(
+                f"{name}: the derivative in {where} by reversal differs from that of the unrolled run, relative error "
+                f"{error:.1e}. Is an increment's custom derivative wrong, or `prepare` not a pure function of h?"
+            )
 
 
 class Comparison(NamedTuple):

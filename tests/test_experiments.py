@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import _data, quickstart
+from experiments import _data, adam_schedules, quickstart
 from experiments.benchmarks import hypergradient, long_reversal, opponents
 
 
@@ -21,6 +21,16 @@ def test_quickstart_learns_and_records(tmp_path, capsys):
     assert record["config"]["steps"] == 4 and record["versions"]["jax"] == jax.__version__
     assert set(record["numbers"]["after"]) == {"validation_loss", "validation_error", "test_loss", "test_error"}
     for picture in ("schedules", "meta_learning", "penalties"):
+        assert (tmp_path / f"{picture}.png").stat().st_size > 10_000
+
+
+def test_adam_schedules_learns_and_records(tmp_path, capsys):
+    numbers = adam_schedules.main(adam_schedules.Config(tiny=True, out=tmp_path))
+    assert capsys.readouterr().out.count("AdamW, ") == 3
+    assert json.loads((tmp_path / "adam_schedules.json").read_text())["numbers"]["table"] == numbers["table"]
+    for losses in numbers["table"].values():
+        assert len(losses["test_loss"]) == 1 and np.isfinite(losses["test_loss"]).all()
+    for picture in ("adamw_schedules", "comparison"):
         assert (tmp_path / f"{picture}.png").stat().st_size > 10_000
 
 
@@ -52,6 +62,12 @@ def test_every_road_of_the_benchmark_gives_the_same_gradient():
     task = hypergradient.mlp_task(16, sizes=(12, 5, 3), batch_size=4, examples=20)
     rows = hypergradient.measure(task, hypergradient.ROWS, repeats=1)  # raises where one disagrees
     assert [row[0] for row in rows] == list(hypergradient.ROWS)
+
+
+def test_the_benchmark_gives_the_same_gradient_through_adam():
+    task = hypergradient.mlp_task(16, sizes=(12, 5, 3), batch_size=4, examples=20, rule="adam")
+    names = ("plain float training", "hg.Reversible", "raw unroll")
+    hypergradient.measure(task, {name: hypergradient.ROWS[name] for name in names}, repeats=1)
 
 
 def test_the_benchmark_catches_a_wrong_gradient():

@@ -23,7 +23,7 @@ ROOMS = [
     {"optimizers"},
     {"loop"},
     {"adjoints"},
-    {"_door", "_train", "_check"},
+    {"_door", "_train", "_check", "_inverse"},
     {"_evaluate", "_descent", "_history", "_checkpoint", "_meta_loop", "_optimize"},
     {"_diagnose", "_agreement", "_differences"},
     {"callbacks", "plots", "testing"},

@@ -67,6 +67,12 @@ OPTAX = {
         lambda: hg.Adagrad(0.02),
         optax.chain(optax.scale_by_rss(0.0, 1e-8), optax.scale_by_learning_rate(0.02), optax.trace(0.9)),
     ),
+    "transformed": (
+        lambda: hg.clip_by_global_norm(hg.add_decayed_weights(hg.clip(hg.HeavyBall(0.1), 0.1), 0.5), 0.3),
+        optax.chain(
+            optax.clip_by_global_norm(0.3), optax.add_decayed_weights(0.5), optax.clip(0.1), optax.sgd(0.1, momentum=0.9)
+        ),
+    ),
 }
 
 
@@ -78,6 +84,18 @@ def test_training_is_that_of_optax(name: str) -> None:
     params, losses = jax.jit(functools.partial(trained_by_optax, theirs))()
     np.testing.assert_allclose(run.losses, losses, rtol=1e-4)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=2e-4), run.params, params)
+
+
+def test_what_is_frozen_stays_and_does_not_decay() -> None:
+    adamw = hg.AdamW(0.05, weight_decay=1.0)
+    start = NET.params()
+    run = trained(hg.freeze(adamw, {"w1": True, "w2": False}))
+    np.testing.assert_allclose(run.params["w1"], start["w1"], rtol=1e-6)
+    assert not np.allclose(run.params["w2"], start["w2"], rtol=1e-2)
+    with pytest.raises(TypeError, match="`mask` must have Python bools as leaves, True where frozen; got float"):
+        hg.freeze(adamw, {"w1": 1.0})
+    with pytest.raises(TypeError, match="hg.clip wraps a reversible optimizer such as .*; got float"):
+        hg.clip(0.1, 1.0)
 
 
 def test_heavy_ball_is_sgd_with_another_rate() -> None:
@@ -105,11 +123,11 @@ DIFFERENTIATED = {
     "RMSProp": lambda: hg.RMSProp(0.02, GROUPS, per_step(0.8, 0.95)),
     "Adagrad": lambda: hg.Adagrad(per_step(0.02, 0.05), GROUPS, 1e-3),
     "Shampoo": lambda: Shampoo(per_step(0.1, 0.05), per_step(0.8, 0.95), {"w1": 0.9, "w2": per_step(0.9, 0.99)}),
-    "add_decayed_weights": lambda: hg.add_decayed_weights(hg.SGD(per_step(0.5, 1.0), GROUPS), {"w1": 0.1, "w2": 0.2}),
-    "clip": lambda: hg.clip(hg.HeavyBall(per_step(0.05, 0.1), GROUPS), per_step(0.1, 0.01)),
-    "clip_by_global_norm": lambda: hg.clip_by_global_norm(hg.Adam(per_step(0.1, 0.05)), per_step(0.3, 0.2)),
+    "linear": lambda: hg.add_decayed_weights(
+        hg.freeze(hg.SGD(per_step(0.5, 1.0), GROUPS), {"w1": False, "w2": False}), {"w1": 0.1, "w2": 0.2}
+    ),
     "several": lambda: hg.clip_by_global_norm(
-        hg.add_decayed_weights(hg.clip(hg.RMSProp(0.02, momentum=GROUPS), 0.2), GROUPS), {"w1": 0.3, "w2": 0.2}
+        hg.add_decayed_weights(hg.clip(hg.HeavyBall(0.02, GROUPS), per_step(0.2, 0.1)), GROUPS), {"w1": 0.3, "w2": 0.2}
     ),
 }
 
@@ -169,7 +187,7 @@ def test_adaptive_training_runs_backwards_in_float32(name: str, kind: str) -> No
     assert all(jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(jax.jit(jax.grad(value))(optimizer)))
 
 
-@pytest.mark.parametrize("name", ["Adam", "RMSProp"])
+@pytest.mark.parametrize("name", ["Adam", "RMSProp", "Adagrad"])
 def test_a_weight_without_gradient_stays_and_harms_nothing(name: str) -> None:
     def value(optimizer: Any) -> jax.Array:
         params = {"used": jnp.ones(2), "unused": jnp.ones(2)}

@@ -22,7 +22,35 @@ class Task(NamedTuple):
     batch: Callable[[Array], Any]  # t -> batch
     validation: Callable[[Any], Array]  # params -> scalar
     steps: int
-    momentum: float = 0.9
+    rule: str = "sgd"  # a key of `RULES`
+
+
+class Rule(NamedTuple):
+    """An optimizer written plainly."""
+
+    start: Callable[[Any], Any]  # params -> accumulators
+    update: Callable[[Any, Any, Any, Array, Array], tuple[Any, Any]]  # w, accumulators, g, learning rate, t
+
+
+def _sgd(w: Any, v: Any, g: Any, a: Array, t: Array) -> tuple[Any, Any]:
+    v = jax.tree.map(lambda v, g: 0.9 * v - (1 - 0.9) * g, v, g)
+    return jax.tree.map(lambda w, v: w + a * v, w, v), v
+
+
+def _adam(w: Any, state: Any, g: Any, a: Array, t: Array) -> tuple[Any, Any]:
+    m, s = state
+    m = jax.tree.map(lambda m, g: 0.9 * m + (1 - 0.9) * g, m, g)
+    s = jax.tree.map(lambda s, g: 0.999 * s + (1 - 0.999) * g**2, s, g)
+    c1, c2 = 1 - 0.9 ** (t + 1.0), 1 - 0.999 ** (t + 1.0)
+    root = lambda x: jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), 0)  # noqa: E731 (a finite derivative at 0)
+    return jax.tree.map(lambda w, m, s: w - a * (m / c1) / (root(s / c2) + 1e-8), w, m, s), (m, s)
+
+
+def _zeros(params: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, params)
+
+
+RULES = {"sgd": Rule(_zeros, _sgd), "adam": Rule(lambda params: (_zeros(params), _zeros(params)), _adam)}
 
 
 def plain(task: Task, learning_rates: Array) -> Array:
@@ -58,14 +86,11 @@ def equinox_checkpointed(task: Task, learning_rates: Array, checkpoints: int | N
 
 
 def _trained(task: Task, learning_rates: Array, scan: Any) -> Any:
-    def body(carry: Any, x: Any) -> Any:
-        w, v = carry
-        t, a = x
-        g = jax.grad(task.loss)(w, task.batch(t))
-        v = jax.tree.map(lambda v, g: task.momentum * v - (1 - task.momentum) * g, v, g)
-        w = jax.tree.map(lambda w, v: w + a * v, w, v)
-        return (w, v), None
+    rule = RULES[task.rule]
 
-    start = (task.params, jax.tree.map(jnp.zeros_like, task.params))
-    (w, _), _ = scan(body, start, (jnp.arange(task.steps), learning_rates))
+    def body(carry: Any, x: Any) -> Any:
+        (w, state), (t, a) = carry, x
+        return rule.update(w, state, jax.grad(task.loss)(w, task.batch(t)), a, t), None
+
+    (w, _), _ = scan(body, (task.params, rule.start(task.params)), (jnp.arange(task.steps), learning_rates))
     return w

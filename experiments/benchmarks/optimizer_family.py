@@ -146,17 +146,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(FAMILY), choices=list(FAMILY))
     arguments = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
-    print(
-        f"\n{arguments.steps} steps of 784-64-64-10 and back\n{'':12s} {'exact':>6s} {'bits':>9s} {'theory':>9s} {'excess':>8s} {'s':>6s}"
-    )
+    print(f"\n{arguments.steps} steps of 784-64-64-10 and back, bits per parameter and step")
+    print(f"{'':12s} {'exact':>6s} {'stored':>9s} {'theory':>9s} {'excess':>8s} {'seconds':>8s}")
     for name in arguments.only:
         begin = time.perf_counter()
         proof = reversal(name, arguments.steps)
-        bits, ideal = proof.bits_per_parameter_step, proof.ideal_bits_per_parameter_step
-        print(
-            f"{name:12s} {proof.exact!s:>6s} {bits:9.5f} {ideal:9.5f} {bits / ideal - 1:8.2%} {time.perf_counter() - begin:6.1f}",
-            flush=True,
+        bits, ideal, seconds = (
+            proof.bits_per_parameter_step,
+            proof.ideal_bits_per_parameter_step,
+            time.perf_counter() - begin,
         )
+        print(f"{name:12s} {proof.exact!s:>6s} {bits:9.5f} {ideal:9.5f} {bits / ideal - 1:8.2%} {seconds:8.1f}", flush=True)
     print(f"\nhypergradients in float64, largest relative error\n{'':12s} {'Unrolled':>9s} {'differences':>12s}")
     for name in arguments.only:
         print("{:12s} {:9.1e} {:12.1e}".format(name, *hypergradient_errors(name)), flush=True)

@@ -8,6 +8,7 @@ from hypergrad.exact import gmpy as _gmpy
 from hypergrad.exact.buffer import WORD_BITS as WORD_BITS
 from hypergrad.exact.buffer import Schedule as Schedule
 from hypergrad.exact.buffer import Turn as Turn
+from hypergrad.exact.buffer import behind_branch as behind_branch
 from hypergrad.exact.buffer import schedule as schedule
 from hypergrad.exact.buffer import words_needed as words_needed
 from hypergrad.exact.grid import add as add

@@ -13,9 +13,11 @@ so the schedule is computed before the loop, and both passes read it. A head sta
 enough: what is left after a spill is below 2^30 <= 2^62 / d.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +37,7 @@ class Turn(NamedTuple):
     n: Array  # int64, the leaf's smallest numerator: all of them where the decay is a scalar
     spills: Array  # bool, whether a word leaves the heads
     slot: Array  # int32, the number of words spilled before
+    step: Array | int = 0  # int32; the same for the whole batch under vmap, whatever else differs
 
 
 class Buffer(NamedTuple):
@@ -70,11 +73,24 @@ def multiply_by(buffer: Buffer, c: Value, n: Array, denominator: int, turn: Turn
 def divide_by(buffer: Buffer, c: Value, n: Array, denominator: int, turn: Turn) -> tuple[Buffer, Value]:
     """The inverse of `multiply_by`: its lines in reverse order."""
     (i, stack), k = buffer, _log2(denominator)
-    quotient = over(c, n)
+    quotient = over(c, n, functools.partial(behind_branch, turn.step >= 0))
     digits = lambda quotient: i * n + remainder(c, quotient, n)  # noqa: E731  l. 5-7
     old = join(quotient, digits(quotient) & (denominator - 1), k)  # l. 2-4
     # The same digits again, from the quotient inside `old`: XLA then divides once, for `old`, and not for the head too.
     return _unspill(Buffer(digits(split(old, k)[0]) >> k, stack), turn), old
+
+
+def behind_branch(taken: Array | bool, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), computed apart and stored, and zeros if not `taken`: bool [].
+
+    XLA simplifies and contracts float expressions by their context, so that the same expression can have other bits in
+    another program, barriers or not, and it computes again what it could store. A branch is a boundary that it respects.
+    """
+    arrays, rest = eqx.partition(args, eqx.is_array)
+    run = lambda *a: function(*eqx.combine(a, rest))  # noqa: E731
+    shapes = jax.eval_shape(run, *arrays)
+    nothing = lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # noqa: E731
+    return jax.lax.cond(taken, run, nothing, *arrays)
 
 
 def _spill(buffer: Buffer, turn: Turn) -> Buffer:
@@ -112,7 +128,7 @@ def schedule(n: Array, denominator: int) -> Schedule:
         return (bound, slot), Turn(n, spills, carry[1])
 
     (bound, words), turns = jax.lax.scan(body, (jnp.int64(0), jnp.int32(0)), n)
-    return Schedule(turns, words, bound)
+    return Schedule(turns._replace(step=jnp.arange(n.shape[0], dtype=jnp.int32)), words, bound)
 
 
 def words_needed(n: np.ndarray, denominator: int) -> int:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.exact.limbs import LOW_BITS, Value, Wide
+from hypergrad.exact.limbs import LOW_BITS, Value, Wide, wide
 
 
 RANGE_BITS = 62
@@ -49,19 +49,19 @@ def decode(z: Value, fraction_bits: int, dtype: np.dtype) -> Array:
 
 def widen(z: Array) -> Wide:
     """The same value with a second limb; `fraction_bits` counts those of the high one."""
-    return Wide(z, jnp.zeros_like(z))
+    return Wide(z, jnp.zeros(z.shape, jnp.uint32))
 
 
 def add(z: Value, increment: Array, fraction_bits: int) -> Value:
     """z + trunc(increment * 2^fraction_bits): int64 [...], float [...] -> int64 [...].
 
     An increment that no grid value can represent gives a value out of range whatever z is, which `largest` then sees:
-    -2^63 for NaN and infinity, 3 * 2^61 for a finite one of 2^62 quanta or more. For `Wide`, 44 bits more are kept.
+    -2^63 for NaN and infinity, 3 * 2^61 for a finite one of 2^62 quanta or more. For `Wide`, 32 bits more are kept.
     """
     in_range = jnp.abs(increment) < grid_range(fraction_bits)
     lost = jnp.where(jnp.isfinite(increment), jnp.int64(3 * 2**61), jnp.int64(-(2**63)))
     if isinstance(z, Wide):
-        z = _carried(z, _encode_wide(increment, fraction_bits), 1)
+        z = _sum(z, increment, fraction_bits, 1)
         return Wide(jnp.where(in_range, z.high, lost), z.low)
     return jnp.where(in_range, z + encode(increment, fraction_bits), lost)
 
@@ -69,20 +69,16 @@ def add(z: Value, increment: Array, fraction_bits: int) -> Value:
 def subtract(z: Value, increment: Array, fraction_bits: int) -> Value:
     """The inverse of `add` wherever the sum is in range."""
     if isinstance(z, Wide):
-        return _carried(z, _encode_wide(increment, fraction_bits), -1)
+        return _sum(z, increment, fraction_bits, -1)
     return z - encode(increment, fraction_bits)
 
 
-def _encode_wide(x: Array, fraction_bits: int) -> Wide:
-    """floor(x * 2^(fraction_bits + 44)); scaling, floor and difference are exact."""
+def _sum(z: Wide, x: Array, fraction_bits: int, sign: int) -> Wide:
+    """z +- floor(x * 2^(fraction_bits + 32)); scaling, floor and difference are exact."""
     scaled = _at_least_float32(x) * 2.0**fraction_bits
     whole = jnp.floor(scaled)
-    return Wide(whole.astype(jnp.int64), ((scaled - whole) * 2.0**LOW_BITS).astype(jnp.int64))
-
-
-def _carried(z: Wide, x: Wide, sign: int) -> Wide:
-    low = z.low + sign * x.low
-    return Wide(z.high + sign * x.high + (low >> LOW_BITS), low & (2**LOW_BITS - 1))
+    rest = ((scaled - whole) * 2.0**LOW_BITS).astype(jnp.int64)
+    return wide(z.high + sign * whole.astype(jnp.int64), z.low.astype(jnp.int64) + sign * rest)
 
 
 def largest(x: Array) -> Array:

@@ -3,25 +3,25 @@
 Invariant: `join(*split(c, k), k) == c`, and `times(q, n, remainder(c, q, n)) == c` for `q = over(c, n)`.
 
 A decay by n/d puts a digit of up to d quanta into a value. For a mean of squares that is too much: g^2 has twice the decades
-of g. A second limb moves these quanta 44 bits down.
+of g. A second limb moves these quanta 32 bits down.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.exact.ratio import divide
+from hypergrad.exact.ratio import divide, divide_small
 
 
-LOW_BITS = 44
-_MASK = 2**LOW_BITS - 1
-WIDE_DENOMINATOR = 2**16  # the largest d: a remainder and a low limb, side by side, must stay below 2^62
+LOW_BITS = 32
+WIDE_DENOMINATOR = 2**16  # the largest d: a remainder and a low limb, side by side, must stay below 2^48
 
 
 class Wide(NamedTuple):
-    """The integer high * 2^44 + low, 0 <= low < 2^44, |high| <= 2^62: two int64 arrays of one shape."""
+    """The integer high * 2^32 + low, |high| <= 2^62: int64 and uint32 arrays of one shape."""
 
     high: Array
     low: Array
@@ -34,41 +34,54 @@ class Wide(NamedTuple):
 Value = Any  # an int64 array, or `Wide`
 
 
+def wide(high: Array, low: Array) -> Wide:
+    """high * 2^32 + low, for a low of any size and sign: int64 [...] twice."""
+    return Wide(high + (low >> LOW_BITS), low.astype(jnp.uint32))
+
+
 def split(c: Value, k: int) -> tuple[Value, Array]:
-    """(c div 2^k, c mod 2^k), k <= 44 for `Wide`."""
+    """(c div 2^k, c mod 2^k), k <= 32 for `Wide`."""
     if not isinstance(c, Wide):
         return c >> k, c & (2**k - 1)
-    return Wide(c.high >> k, ((c.high & (2**k - 1)) << (LOW_BITS - k)) | (c.low >> k)), c.low & (2**k - 1)
+    digit = _int64(c.low) & (2**k - 1)
+    return Wide(c.high >> k, (((c.high << LOW_BITS) | _int64(c.low)) >> k).astype(jnp.uint32)), digit
 
 
 def join(c: Value, digit: Array, k: int) -> Value:
     """c 2^k + digit, 0 <= digit < 2^k: the inverse of `split`."""
     if not isinstance(c, Wide):
         return (c << k) | digit
-    return Wide((c.high << k) | (c.low >> (LOW_BITS - k)), ((c.low << k) & _MASK) | digit)
+    return wide(c.high << k, (_int64(c.low) << k) | digit)
 
 
 def times(c: Value, n: Array, digit: Array) -> Value:
     """c n + digit, 0 <= digit < n."""
     if not isinstance(c, Wide):
         return c * n + digit
-    low = c.low * n + digit
-    return Wide(c.high * n + (low >> LOW_BITS), low & _MASK)
+    return wide(c.high * n, _int64(c.low) * n + digit)
 
 
-def over(c: Value, n: Array) -> Value:
-    """c div n, floor division."""
-    if not isinstance(c, Wide):
-        return divide(c, n)
+def over(c: Value, n: Array, apart: Callable[..., Value]) -> Value:
+    """c div n, floor division. apart(function, *arguments) stores what it computes: XLA would rather divide again for each
+    array made from a quotient."""
+    return apart(_over, c, n) if isinstance(c, Wide) else divide(c, n)
+
+
+def _over(c: Wide, n: Array) -> Wide:
     high = divide(c.high, n)
-    return Wide(high, divide(((c.high - high * n) << LOW_BITS) | c.low, n))
+    low = divide_small(((c.high - high * n) << LOW_BITS) | _int64(c.low), n)
+    return Wide(high, low.astype(jnp.uint32))
 
 
 def remainder(c: Value, quotient: Value, n: Array) -> Array:
     """c mod n of a c whose quotient is known."""
     if not isinstance(c, Wide):
         return c - quotient * n
-    return (c.low - quotient.low * n) & _MASK
+    return (_int64(c.low) - _int64(quotient.low) * n) & (2**LOW_BITS - 1)
+
+
+def _int64(x: Array) -> Array:
+    return x.astype(jnp.int64)
 
 
 def same(x: Value, y: Value) -> Array:

@@ -11,9 +11,9 @@ import equinox as eqx
 import jax
 from jax import Array
 
-from hypergrad.exact import Schedule, schedule
+from hypergrad.exact import Schedule, behind_branch, schedule
 from hypergrad.loop import drivers
-from hypergrad.loop.step import Hypers, Rule, Values, behind_branch, settled
+from hypergrad.loop.step import Hypers, Rule, Values, settled
 from hypergrad.optimizers.expand import link_numerators
 
 

@@ -9,13 +9,24 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.exact import InformationBuffer, Turn, Value, add, decode, largest, numerator, same, subtract, widen
+from hypergrad.exact import (
+    InformationBuffer,
+    Turn,
+    Value,
+    add,
+    behind_branch,
+    decode,
+    largest,
+    numerator,
+    same,
+    subtract,
+    widen,
+)
 from hypergrad.optimizers.chain import PARAMS, Link, View
 from hypergrad.optimizers.transform import Transform
 
@@ -143,22 +154,9 @@ def computed(rule: Rule, turns: Turns, function: Callable[..., Any], *args: Any)
 def isolated(turns: Turns, function: Callable[..., Any], *args: Any) -> Any:
     """function(*args), compiled apart from what surrounds it.
 
-    That the branch is always taken (1 <= n), XLA cannot see.
+    That the branch is always taken, XLA does not see.
     """
-    return behind_branch(next(iter(turns.values()))[0].n > 0, function, *args) if turns else function(*args)
-
-
-def behind_branch(taken: Array, function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), and zeros if not `taken`: bool [].
-
-    XLA simplifies and contracts float expressions by their context, so that the same expression can have other bits in
-    another program, barriers or not. A branch is a boundary that it respects.
-    """
-    arrays, rest = eqx.partition(args, eqx.is_array)
-    run = lambda *a: function(*eqx.combine(a, rest))  # noqa: E731
-    shapes = jax.eval_shape(run, *arrays)
-    nothing = lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # noqa: E731
-    return jax.lax.cond(taken, run, nothing, *arrays)
+    return behind_branch(next(iter(turns.values()))[0].step >= 0, function, *args) if turns else function(*args)
 
 
 def advance(rule: Rule, link: Link, state: Exact, h: Hypers, turns: Turns, updates: list[Array]) -> Exact:

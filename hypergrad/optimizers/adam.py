@@ -24,10 +24,10 @@ class Adam(Optimizer):
     run; eps: outside of the root, as `optax.adam` with eps_root = 0. Each a scalar, a `PerStep`, an array of a parameter's
     shape, or a pytree prefix of the parameters with such leaves. State: {"mean", "square": like params}.
 
-    Quanta: m is rounded to 2^-48 (float32 parameters), s to 2^-80, and their decays add noise of about 1.8e-10 to m at
-    b1 = 0.9 and 5e-19 to s at b2 = 0.999: 7e-10 of sqrt(s), below eps. So s is exact to float32 where |g| > 1e-5, and
-    gradients of all sizes move a weight by at most what Adam does plus 0.02 a. s is never negative; where it is zero,
-    so is its derivative.
+    Quanta (float32 parameters): m is rounded to 2^-48, s to 2^-72, and decays add noise of a standard deviation up to
+    1.8e-10 to m at b1 = 0.9 and 1.2e-16 to s at b2 = 0.999. So s is exact to 1e-6 where |g| is 1e-5 and to 1e-4 where it is
+    1e-6; below 1.1e-8, where sqrt(s) is noise, the step stays below that of Adam plus 0.02 a. s is never negative, and may
+    grow to 2^22. Where it is zero, its derivative is taken as zero.
     """
 
     learning_rate: Any
