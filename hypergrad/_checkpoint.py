@@ -162,10 +162,13 @@ def _is_key(x: Any) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+_PARTS = {"hypers": "hypers", "meta_optimizer": "another meta_optimizer: of its state, "}
+
+
 def _difference(name: str, there: Any, here: Any) -> str:
     """Two entries of an identity that are not equal, in words."""
     if isinstance(here, dict) and isinstance(there, dict):
         key = next(k for k in sorted({*there, *here}) if there.get(k) != here.get(k))
-        name, there, here = f"{name}{key}", there.get(key), here.get(key)
+        name, there, here = f"{_PARTS[name]}{key}", there.get(key), here.get(key)
     there, here = ("absent" if x is None else x for x in (there, here))
     return f"{name} is {there} there and {here} here"

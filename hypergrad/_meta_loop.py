@@ -166,11 +166,20 @@ def _check_arguments(meta_steps: Any, meta_optimizer: Any, seeds: Any, callbacks
         raise TypeError(
             f"`meta_optimizer` must be an optax transformation like optax.adam(0.04); got {type(meta_optimizer).__name__}."
         )
-    if not all(callable(c) for c in callbacks):
-        raise TypeError("`callbacks` must be a sequence of functions of a MetaStep, e.g. [hg.callbacks.Progress()].")
+    if callable(callbacks) or not all(callable(c) and not isinstance(c, type) for c in callbacks):
+        raise TypeError(
+            "`callbacks` must be a sequence of functions of a MetaStep, classes called: callbacks=[hg.callbacks.Progress()]."
+        )
 
 
 def warn_unused(grads: Any) -> None:
+    if not any(jnp.any(g != 0) for g in jax.tree.leaves(grads)):
+        warnings.warn(
+            "the hypergradient is exactly zero in every hyperparameter. Either `val_fn` does not depend on them, or it is "
+            "piecewise constant, like an accuracy or an argmax: return a loss instead.",
+            stacklevel=3,
+        )
+        return
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
         if g.size and not jnp.any(g != 0):
             warnings.warn(

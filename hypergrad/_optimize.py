@@ -23,8 +23,10 @@ def hypergradient(
 ) -> tuple[Array, Any]:
     """(f(h), df/dh) of f(h) = val_fn(train_fn(natural(h), key)), evaluated once, outside of jit.
 
-    grads: like `hypers`, in the coordinates in which it is stored (unconstrained for domains), zero where `hg.fixed`. key:
-    `jax.random.key(0)` if None. Raises a `HypergradError` if training fails or the gradient is not finite.
+    grads: like `hypers`, in the coordinates in which it is stored (unconstrained for domains), zero where `hg.fixed`; the
+    number of a domain is `grads[name].unconstrained`, that of a schedule at step t `.unconstrained.values[t]`. A gradient is
+    no point: `hg.natural` of it means nothing. key: `jax.random.key(0)` if None. Raises a `HypergradError` if training
+    fails or the gradient is not finite.
     """
     hypers = check_hypers(hypers)
     learned, fixed = split_fixed(hypers)

@@ -18,8 +18,8 @@ class Progress:
         self.file = file
 
     def begin(self, history: list[Any] | None) -> None:
-        if history:
-            self._print(f"going on after meta-step {history[-1].step}")
+        after = f"going on after meta-step {history[-1].step}, " if history else ""
+        self._print(f"{after}compiling: up to a minute for large models")
 
     def __call__(self, done: Any) -> None:
         line = f"meta-step {done.step:4d}   value {done.value:.6g}"

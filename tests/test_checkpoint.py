@@ -211,7 +211,7 @@ def test_training_runs_seeds_and_other_leaves_come_back(tmp_path: pathlib.Path) 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "rate": ({"meta_optimizer": optax.adam(0.2)}, "meta_optimizer updates differently"),
     "schedule": ({"meta_optimizer": optax.adam(optax.cosine_decay_schedule(0.1, 9))}, "meta_optimizer"),
-    "rule": ({"meta_optimizer": optax.sgd(0.1)}, "meta_optimizer"),
+    "rule": ({"meta_optimizer": optax.sgd(0.1)}, "another meta_optimizer: of its state, [0].count is int32[] there"),
     "key": ({"key": jax.random.key(1)}, "key is [0 0] there and [0 1] here"),
     "seeds": ({"seeds_per_step": 2}, "seeds_per_step is 1 there and 2 here"),
     "skip": ({"skip_nonfinite": True}, "skip_nonfinite is False there and True here"),

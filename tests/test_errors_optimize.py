@@ -85,8 +85,9 @@ def test_arguments_that_are_no_functions():
     for call in both(val_fn=0.1):
         with fails(TypeError, "`val_fn` must be a function val_fn(trained); got float"):
             call()
-    with fails(TypeError, "`callbacks`"):
-        optimize(callbacks=[3])
+    for callbacks in ([3], hg.callbacks.Progress(), [hg.callbacks.Progress]):
+        with fails(TypeError, "`callbacks` must be a sequence", "callbacks=[hg.callbacks.Progress()]"):
+            optimize(callbacks=callbacks)
 
 
 def test_functions_of_other_arguments():
@@ -118,6 +119,12 @@ def test_a_meta_optimizer_that_is_not_optax(meta_optimizer):
 def test_an_unused_hyperparameter_warns():
     for call in both({"rate": hg.positive(0.1), "unused": hg.positive(1.0)}):
         with pytest.warns(UserWarning, match=r"hypers\['unused'\].* is exactly zero everywhere: is it used\?.*hg\.fixed"):
+            call()
+
+
+def test_an_objective_without_a_slope_warns():
+    for call in both(val_fn=lambda w: jnp.sign(w).sum()):
+        with pytest.warns(UserWarning, match="exactly zero in every hyperparameter.*piecewise constant, like an accuracy"):
             call()
 
 

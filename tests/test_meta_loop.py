@@ -267,6 +267,6 @@ def test_progress_shows_what_there_is() -> None:
     progress.begin([done])
     progress(done)
     assert file.getvalue().splitlines() == [
-        "going on after meta-step 3",
+        "going on after meta-step 3, compiling: up to a minute for large models",
         "meta-step    3   value 1 +- 0.25   monitor 4   |gradient| 2   0.10 s   2 failed",
     ]

@@ -183,7 +183,8 @@ def test_progress_is_a_line_for_each_step(capsys: pytest.CaptureFixture[str]) ->
     file = io.StringIO()
     quick(meta_steps=2, callbacks=[hg.callbacks.Progress(file), hg.callbacks.Progress()])
     for text in (file.getvalue(), capsys.readouterr().err):
-        first, second = text.splitlines()
+        compiling, first, second = text.splitlines()
+        assert compiling.startswith("compiling")
         assert first.startswith("meta-step    0   value 1   |gradient| 2   ")
         assert second.startswith("meta-step    1   value 0.64   |gradient| 1.6   ")
 

@@ -94,7 +94,7 @@ def test_what_is_frozen_stays_and_does_not_decay() -> None:
     assert not np.allclose(run.params["w2"], start["w2"], rtol=1e-2)
     with pytest.raises(TypeError, match="`mask` must have Python bools as leaves, True where frozen; got float"):
         hg.freeze(adamw, {"w1": 1.0})
-    with pytest.raises(TypeError, match="hg.clip wraps a reversible optimizer such as .*; got float"):
+    with pytest.raises(TypeError, match=r"wraps a reversible optimizer, which comes first: hg.clip\(hg.SGD.*; got float"):
         hg.clip(0.1, 1.0)
 
 

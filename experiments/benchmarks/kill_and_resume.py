@@ -2,9 +2,10 @@
 
     python -m experiments.benchmarks.kill_and_resume [--rounds 20] [--kills 2]
 
-Each round is a process that learns the learning rates of the digits network into a checkpoint folder. It is killed `kills`
-times, after delays drawn from the round's seed between nothing and the time that the loop takes left alone, and started
-again; the last time it may finish. What it then has is compared, every number but the seconds, with a loop left alone.
+Each round is a process that learns hyperparameters of the digits network into a checkpoint folder. It is killed `kills`
+times and started again; the last time it may finish. What it then has is compared, every number but the seconds, with a loop
+left alone. Delays are drawn from the round's seed: one half of the kills falls anywhere in the time that a process takes,
+compilation included, the other half in the time after it has written a meta-step.
 """
 
 import dataclasses
@@ -56,6 +57,17 @@ def digest(folder: pathlib.Path) -> list[Any]:
     return [record, lines, arrays]
 
 
+def meta_steps(folder: pathlib.Path) -> int:
+    """How many are complete."""
+    run = folder / "run.json"
+    return len(json.loads(run.read_text())["steps"]) if run.exists() else 0
+
+
+def wait_for_meta_step(process: subprocess.Popen[bytes], folder: pathlib.Path, done: int) -> None:
+    while process.poll() is None and meta_steps(folder) == done:
+        time.sleep(0.02)
+
+
 def start(folder: pathlib.Path, config: Config) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", __spec__.name, "--child", str(folder), "--meta-steps", str(config.meta_steps)]
     return subprocess.Popen(command)
@@ -68,21 +80,26 @@ def main(config: Config) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         root = pathlib.Path(temporary)
         begin = time.perf_counter()
-        start(root / "alone", config).wait()
+        process = start(root / "alone", config)
+        wait_for_meta_step(process, root / "alone", 0)
+        compiled = time.perf_counter() - begin
+        process.wait()
         alone, expected = time.perf_counter() - begin, digest(root / "alone")
         print(f"jax {jax.__version__}: {config.meta_steps} meta-steps, left alone, in {alone:.1f} s", flush=True)
         same = 0
         for number in range(config.rounds):
             rng, folder, reached = random.Random(number), root / f"round-{number}", []
             for _ in range(config.kills):
-                process = start(folder, config)
+                done, process = meta_steps(folder), start(folder, config)
+                anywhere, part = rng.random() < 0.5, rng.random()
+                if not anywhere:
+                    wait_for_meta_step(process, folder, done)
                 try:
-                    process.wait(rng.uniform(0, alone))
+                    process.wait(part * (alone if anywhere else alone - compiled))
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-                run = folder / "run.json"
-                reached.append(len(json.loads(run.read_text())["steps"]) if run.exists() else 0)
+                reached.append(meta_steps(folder))
             start(folder, config).wait()
             equal = digest(folder) == expected
             same += equal

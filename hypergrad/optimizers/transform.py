@@ -165,5 +165,8 @@ def freeze(optimizer: Optimizer, mask: Any) -> Freeze:
 
 def _checked(name: str, optimizer: Any) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"hg.{name} wraps a reversible optimizer such as hg.SGD(0.1); got {type(optimizer).__name__}.")
+        raise TypeError(
+            f"hg.{name} wraps a reversible optimizer, which comes first: hg.{name}(hg.SGD(0.1), ...); "
+            f"got {type(optimizer).__name__}."
+        )
     return optimizer
