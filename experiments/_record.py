@@ -32,6 +32,18 @@ class Row(NamedTuple):
     spread: float | None = None  # the standard deviation over seeds; None: one number
     why: str = ""  # why the two differ
 
+    def __str__(self) -> str:
+        return f"{self.quantity:68}  {self.mean_and_spread:>18}" + (f"   thesis {shown(self.thesis)}" if self.thesis else "")
+
+    @property
+    def mean_and_spread(self) -> str:
+        return shown(self.ours) + ("" if self.spread is None else f" ± {self.spread:.2g}")
+
+
+def shown(x: float | str | None) -> str:
+    """A number with four digits; what is a text as it is."""
+    return "" if x is None else x if isinstance(x, str) else f"{x:,}" if isinstance(x, int) else f"{x:.4g}"
+
 
 class Picture(NamedTuple):
     path: pathlib.Path

@@ -84,27 +84,25 @@ def _explained(name: str) -> tuple[str, str]:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = ["| figure | quantity | thesis | ours | why different |", "| --- | --- | --- | --- | --- |"]
-    for row in rows:
-        ours = _number(row["ours"]) + (f" ± {row['spread']:.2g}" if row["spread"] is not None else "")
-        cells = (row["figure"], row["quantity"], _number(row["thesis"]), ours, row["why"])
+    for row in (_record.Row(**row) for row in rows):
+        cells = (row.figure, row.quantity, _record.shown(row.thesis), row.mean_and_spread, row.why)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _number(x: Any) -> str:
-    return "" if x is None else x if isinstance(x, str) else f"{x:,}" if isinstance(x, int) else f"{x:.4g}"
-
-
 def _certified(certificate: dict[str, Any]) -> str:
-    """A sentence on each certificate; `certificate` is one, or {name: one}."""
-    several = certificate if "exact" not in certificate else {"": certificate}
-    sentences = []
-    for name, proof in several.items():
-        of = f"Reversal of {name}" if name else "Reversal"
-        verdict = "exact, every bit compared" if proof["exact"] else f"FAILED: {proof['first_mismatch']}"
-        bits = f"{proof['bits_per_parameter_step']:.4f} bits per parameter and step stored"
-        sentences.append(f"{of}: {verdict}; {bits}, {proof['ideal_bits_per_parameter_step']:.4f} in theory.")
-    return " ".join(sentences)
+    """A sentence; `certificate` is one, or {name: one}."""
+    if "exact" in certificate:
+        bits, theory = certificate["bits_per_parameter_step"], certificate["ideal_bits_per_parameter_step"]
+        if certificate["exact"]:
+            return (
+                f"Reversal exact, every bit compared; {bits:.4f} bits per parameter and step stored, {theory:.4f} in theory."
+            )
+        return f"Reversal FAILED: {certificate['first_mismatch']}."
+    failed = [name for name, proof in certificate.items() if not proof["exact"]]
+    if failed:
+        return f"Reversal FAILED: {', '.join(failed)}."
+    return f"{len(certificate)} reversals, all exact, every bit compared."
 
 
 def _provenance(name: str, record: dict[str, Any]) -> str:
