@@ -7,10 +7,10 @@ from typing import Any
 def filled(config: Any, presets: dict[str, dict[str, Any]]) -> Any:
     """`config` with its None fields taken from presets["tiny"] if `config.tiny`, else from presets[config.data].
 
-    What the user gave on the command line stays. A field that neither preset names stays None. A script without data sets
-    calls its preset "digits"; one that has no `mnist` preset takes that of digits.
+    What the user gave on the command line stays. What a preset does not name, it takes from the first of them: that of the
+    data set at hand. A field that neither names stays None.
     """
-    chosen = presets["digits"] | presets.get(getattr(config, "data", "digits"), {})
+    chosen = next(iter(presets.values())) | presets.get(getattr(config, "data", ""), {})
     if config.tiny:
         chosen |= presets["tiny"]
     return dataclasses.replace(config, **{k: v for k, v in chosen.items() if getattr(config, k) is None})

@@ -40,7 +40,7 @@ def load(name: Name, seed: int | None, *, centred: bool = True) -> Data:
         x, y = digits.data / 16.0, digits.target
         parts = [(x[i], y[i]) for i in np.split(_order(len(x), seed), [897, 1347])]
     else:
-        with np.load(_folder() / f"{name}.npz", allow_pickle=False) as file:
+        with np.load(folder() / f"{name}.npz", allow_pickle=False) as file:
             x, y = file["x_train"], file["y_train"]
             order = _order(len(x), seed)[:20_000]
             parts = [(x[i].reshape(-1, 784) / 255.0, y[i]) for i in np.split(order, 2)]
@@ -53,7 +53,7 @@ def _order(size: int, seed: int | None) -> np.ndarray:
     return np.arange(size) if seed is None else np.random.default_rng(seed).permutation(size)
 
 
-def _folder() -> pathlib.Path:
+def folder() -> pathlib.Path:
     folder = os.environ.get("HYPERGRAD_DATA")
     if folder is None:
         raise SystemExit(

@@ -86,6 +86,11 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def mean_and_spread(values: Sequence[Any]) -> tuple[float, float | None]:
+    """Over seeds: the mean and the standard deviation, None for one seed."""
+    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
 class EveryTenth:
     """A callback of `hg.optimize`: ten lines of progress, however many meta-steps."""
 
