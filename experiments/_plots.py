@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")  # before pyplot: no display is needed
 
 import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.ticker  # noqa: E402
 import numpy as np  # noqa: E402
 
 import hypergrad as hg  # noqa: E402
@@ -39,6 +40,23 @@ def band(ax: Any, x: Any, runs: Any, *, label: str | None = None, color: str, er
         width = runs.std(axis=0, ddof=1) / (np.sqrt(len(runs)) if error else 1)
         ax.fill_between(x, mean - width, mean + width, color=color, alpha=0.22, linewidth=0)
     return line
+
+
+def bars(ax: Any, values: dict[str, Any], grey: Any = ()) -> None:
+    """A bar for the mean of each, and a circle for each seed; those named in `grey` are there for comparison."""
+    for i, (name, seeds) in enumerate(values.items()):
+        ax.barh(i, np.mean(seeds), color=GREY if name in grey else COLOURS[0], height=0.6)
+        ax.plot(seeds, [i] * len(seeds), "o", color="black", markersize=4, markerfacecolor="none")
+    ax.set_yticks(range(len(values)), list(values))
+    ax.invert_yaxis()
+    ax.set_title("bars: means; circles: seeds")
+
+
+def plain_log(axis: Any) -> None:
+    """Ticks 1, 2, 5, 10, ... of a logarithmic axis, written as they are."""
+    axis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    axis.set_minor_formatter(matplotlib.ticker.NullFormatter())
 
 
 def save(folder: pathlib.Path, figures: dict[str, tuple[Any, str]]) -> list[Picture]:

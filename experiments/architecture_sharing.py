@@ -22,7 +22,7 @@ import tyro
 from jax import Array
 
 import hypergrad as hg
-from experiments import _characters, _config, _models, _plots, _record
+from experiments import _architecture_sharing_plots, _characters, _config, _models, _plots, _record
 from experiments._characters import Alphabet
 from experiments._record import Row
 
@@ -33,7 +33,7 @@ KINDS = ("separate", "tied", "learned")
 PRESETS = {
     "glyphs": {"side": 14, "hidden": (40, 20), "classes": 10, "meta_steps": 20, "steps": 50},
     "omniglot": {"side": 28, "hidden": (400, 200), "classes": 55, "meta_steps": 20, "steps": 50},
-    "tiny": {"side": 7, "hidden": (4, 3), "classes": 10, "meta_steps": 1, "steps": 4},
+    "tiny": {"side": 7, "hidden": (4,), "classes": 10, "meta_steps": 1, "steps": 4},
 }
 
 
@@ -49,7 +49,7 @@ class Config:
     init_scale: float = float(np.exp(-2))
     penalty: float = float(np.exp(-4))  # of the sum of squares of all z
     side: int | None = None  # pixels
-    hidden: tuple[int, int] | None = None
+    hidden: tuple[int, ...] | None = None
     classes: int | None = None  # outputs of each network, those of the largest alphabet or more
     drawings: int = 12  # of each character, to train on at the end; the other eight are the test
     validation: int = 2  # of these twelve, while A is learned
@@ -97,6 +97,7 @@ class Experiment:
         self.known, self.test = (images[:, :, :k] - mean), (images[:, :, k:] - mean)
         self.sizes = (config.side**2, *config.hidden, config.classes)
         self.tasks = 2 * len(alphabets)
+        self.size = (len(self.sizes) - 1) * self.tasks**2  # all A together
 
     def both_ways(self, images: Array) -> Tasks:
         """The tasks of the alphabets as they are, then turned by 90 degrees."""
@@ -118,7 +119,7 @@ class Experiment:
         """What `hg.train` and `hg.check_reversal` take."""
         config = self.config
         draw = lambda k: _models.init_mlp(k, self.sizes, config.init_scale)  # noqa: E731
-        z = jax.vmap(draw)(jax.random.split(key, self.tasks))
+        z = jax.jit(jax.vmap(draw))(jax.random.split(key, self.tasks))
         sgd = hg.SGD(config.learning_rate, config.momentum)
         return (self.loss, z, sgd, hg.full_batch(data)), {"theta": sharing, "steps": config.steps}
 
@@ -134,7 +135,7 @@ class Experiment:
 
     def sharing(self, kind: str) -> Any:
         """A of each layer: "separate", "tied" (the first layer is one for all), or the start of "learned"."""
-        eye, same = jnp.eye(self.tasks), jnp.full((self.tasks, self.tasks), 1 / self.tasks)
+        eye, same = jnp.eye(self.tasks), jnp.ones((self.tasks, self.tasks)) / self.tasks
         layers = [f"layer_{i + 1}" for i in range(len(self.sizes) - 1)]
         if kind == "learned":
             return dict.fromkeys(layers, 0.5 * eye + 0.5 * same)
@@ -175,7 +176,7 @@ class Outcome(NamedTuple):
 
 def outcome(experiment: Experiment, judge: Any, seed: int) -> Outcome:
     config = experiment.config
-    print(f"seed {seed}: {3 * experiment.tasks**2} degrees of sharing, {config.meta_steps} meta-steps", flush=True)
+    print(f"seed {seed}: {experiment.size} degrees of sharing, {config.meta_steps} meta-steps", flush=True)
     result = hg.optimize(
         experiment.train_fn, experiment.val_fn, experiment.sharing("learned"), meta_steps=config.meta_steps,
         meta_optimizer=optax.sgd(config.meta_learning_rate), key=jax.random.key(seed),
@@ -203,75 +204,6 @@ def common(outcomes: list[Outcome]) -> dict[str, list[dict[str, float]]]:
             turned = np.diagonal(c, len(c) // 2)
             found.setdefault(layer, []).append({"any": float(pairs.mean()), "turned": float(turned.mean())})
     return found
-
-
-def pictures(config: Config, alphabets: list[Alphabet], outcomes: list[Outcome]) -> dict[str, tuple[Any, str]]:
-    captions = {
-        "alphabets": "Characters of each alphabet, as they are and turned by 90 degrees: ten tasks.",
-        "sharing": "What the weights of two tasks have in common, by layer: A A^T, scaled to ones on its diagonal.",
-        "losses": "The validation loss while A is learned (band: one standard deviation), and test losses.",
-    }
-    figures = _alphabets(alphabets), _matrices(alphabets, outcomes), _losses(config, outcomes)
-    return {name: (figure, captions[name]) for name, figure in zip(captions, figures, strict=True)}
-
-
-def _alphabets(alphabets: list[Alphabet], count: int = 15) -> Any:
-    figure, axes = _plots.panels(1, len(alphabets), size=(7.0, 1.15))
-    rng = np.random.default_rng(0)
-    for ax, alphabet in zip(axes, alphabets, strict=True):
-        chosen = rng.permutation(len(alphabet.images))[:count]
-        upright = [alphabet.images[i, rng.integers(_characters.DRAWINGS)] for i in chosen]
-        turned = [np.rot90(image, -1) for image in upright]
-        ax.imshow(np.vstack([np.hstack(upright), np.hstack(turned)]), cmap="gray_r", interpolation="nearest")
-        ax.set_title(alphabet.name, fontsize=9)
-        ax.set_axis_off()
-    return figure
-
-
-def _matrices(alphabets: list[Alphabet], outcomes: list[Outcome]) -> Any:
-    learned = {layer: np.mean([correlation(o.learned[layer]) for o in outcomes], axis=0) for layer in outcomes[0].learned}
-    tasks, layers = 2 * len(alphabets), list(learned)
-    figure, axes = _plots.panels(len(layers), len(KINDS), size=(2.9, 2.7))
-    for row, kind in enumerate(KINDS):
-        test = np.mean([o.judged[kind]["test"].mean() for o in outcomes])
-        for column, layer in enumerate(layers):
-            ax = axes[row * len(layers) + column]
-            tied = kind == "tied" and column == 0
-            matrix = learned[layer] if kind == "learned" else np.ones((tasks, tasks)) if tied else np.eye(tasks)
-            shown = ax.imshow(matrix, vmin=0, vmax=1, cmap="gray_r")
-            ax.set_xticks([])
-            ax.set_yticks([])
-            if row == 0:
-                ax.set_title(layer.replace("_", " ") + ("", ", bottom", ", top")[(column == 0) + 2 * (layer == layers[-1])])
-            if column == 0:
-                ax.set_ylabel(f"{kind}\ntest NLL {test:.2f}")
-            if row == len(KINDS) - 1:
-                half = len(alphabets)
-                ax.set_xticks([half / 2 - 0.5, 1.5 * half - 0.5], ["upright", "turned"])
-    figure.colorbar(shown, ax=list(axes), shrink=0.5, label="correlation of the weights of two tasks")
-    return figure
-
-
-def _losses(config: Config, outcomes: list[Outcome]) -> Any:
-    figure, (left, right) = _plots.panels(2)
-    _plots.band(left, range(config.meta_steps), [o.values for o in outcomes], color=_plots.COLOURS[0])
-    left.set(
-        xlabel="meta-step", ylabel="validation NLL (nats), mean of the tasks", title="learning A, a new split each step"
-    )
-    for i, (kind, color) in enumerate(zip(KINDS, _plots.COLOURS, strict=False)):
-        values = [o.judged[kind]["test"].mean() for o in outcomes]
-        right.barh(i, np.mean(values), color=color, height=0.6)
-        right.plot(values, [i] * len(values), "o", color="black", markersize=4, markerfacecolor="none")
-        if config.data == "omniglot":
-            right.plot(
-                [THESIS[kind][1]] * 2, [i - 0.4, i + 0.4], label=None if i else "thesis, other alphabets", **_plots.THESIS
-            )
-    if config.data == "omniglot":
-        right.legend(loc="lower right")
-    right.set_yticks(range(len(KINDS)), KINDS)
-    right.invert_yaxis()
-    right.set(xlabel="test NLL (nats)", title="bars: means; circles: seeds")
-    return figure
 
 
 THESIS = {"separate": (0.6070, 1.3425), "tied": (0.8974, 1.2462), "learned": (0.6039, 1.1301)}  # train, test
@@ -313,14 +245,18 @@ def main(config: Config) -> dict[str, Any]:
     judge = jax.jit(experiment.judge)
     outcomes = [outcome(experiment, judge, seed) for seed in config.seeds]
     numbers = {
-        "hyperparameters": 3 * experiment.tasks**2,
+        "hyperparameters": experiment.size,
         "alphabets": {a.name: len(a.images) for a in alphabets},
         "judged": {kind: [o.judged[kind] for o in outcomes] for kind in KINDS},
         "learned": [o.learned for o in outcomes],
         "correlations": common(outcomes),
         "values": [o.values for o in outcomes],
     }
-    drawn = _plots.save(config.out, pictures(config, alphabets, outcomes))
+    matrices = {layer: np.mean([correlation(o.learned[layer]) for o in outcomes], axis=0) for layer in outcomes[0].learned}
+    tests = {kind: [float(o.judged[kind]["test"].mean()) for o in outcomes] for kind in KINDS}
+    thesis = {kind: pair[1] for kind, pair in THESIS.items()} if config.data == "omniglot" else {}
+    figures = _architecture_sharing_plots.draw(alphabets, matrices, tests, thesis, [o.values for o in outcomes])
+    drawn = _plots.save(config.out, figures)
     seconds = time.perf_counter() - begin
     record = _record.write(
         config.out, "architecture_sharing", config, numbers, seeds=config.seeds, seconds=seconds,

@@ -3,10 +3,11 @@
     python -m experiments.learned_training_set [--data digits|mnist|fashion_mnist] [--seeds 0 1 2]
 
 A logistic regression is trained for 20 steps on made-up images alone, and their pixels descend its loss on real validation
-images: ten images as in the thesis, by plain gradient descent, then for longer, by Adam; then a hundred, ten of each class.
-Labels are fixed, or learned too: a distribution over the classes per image, which starts near the image's own class. The L2
-penalty is always learned beside them. For comparison, as many real images drawn at random. Each seed has its own split of
-the data, initial weights and blank images; the report trains from other initial weights than those learned with.
+images: ten images as in the thesis, by plain gradient descent and from the same initial weights at every meta-step; then for
+longer, by Adam and from others each time; then a hundred, ten of each class. At last the labels of the hundred are learned
+too, each a distribution over the classes, from random ones: which classes get more images? The L2 penalty is always learned
+beside them. For comparison, as many real images drawn at random. Each seed has its own split, initial weights and
+blank images; the report trains from initial weights that were not learned with.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ import tyro
 from jax import Array
 
 import hypergrad as hg
-from experiments import _config, _data, _models, _plots, _record
+from experiments import _config, _data, _learned_training_set_plots, _models, _plots, _record
 from experiments._data import Data
 from experiments._record import Row
 
@@ -36,7 +37,6 @@ class Arm(NamedTuple):
 ARMS = {
     "10, as in the thesis": Arm(10, adam=False),
     "10": Arm(10),
-    "10, learned labels": Arm(10, soft=True),
     "100": Arm(100),
     "100, learned labels": Arm(100, soft=True),
 }
@@ -63,7 +63,7 @@ class Config:
     init_scale: float = float(np.exp(-4))
     penalty: float = 0.01  # the start
     blank: float = 0.01  # standard deviation of the pixels at the start
-    certainty: float = 4.0  # start of learned labels: the logit of an image's own class
+    opinion: float = 1.0  # standard deviation of the logits of learned labels at the start
     tiny: bool = False
     out: pathlib.Path = pathlib.Path("results/learned_training_set")
 
@@ -71,8 +71,13 @@ class Config:
 class Problem(NamedTuple):
     """What a seed stands for."""
 
-    key: Array  # of the initial weights
+    seed: int
     data: Data
+
+    @property
+    def key(self) -> Array:
+        """Of the initial weights, where they stay the same."""
+        return jax.random.key(self.seed)
 
 
 class Experiment:
@@ -80,6 +85,7 @@ class Experiment:
 
     def __init__(self, config: Config, pixels: int) -> None:
         self.config, self.sizes = config, (pixels, 10)
+        self.initial = jax.jit(lambda key: _models.init_mlp(key, self.sizes, config.init_scale))
 
     @staticmethod
     def loss(params: Any, learned: Any, _: Any) -> Array:
@@ -90,7 +96,7 @@ class Experiment:
 
     def arguments(self, learned: Any, key: Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What `hg.train` and `hg.check_reversal` take. There is no batch: what is learned has to come through theta."""
-        params = _models.init_mlp(key, self.sizes, self.config.init_scale)
+        params = self.initial(key)
         sgd = hg.SGD(self.config.learning_rate, self.config.momentum)
         return (self.loss, params, sgd, hg.full_batch(())), {"theta": learned, "steps": self.config.steps}
 
@@ -98,10 +104,14 @@ class Experiment:
         arguments, options = self.arguments(learned, key)
         return hg.train(*arguments, **options).params
 
-    def train_fn(self, hypers: Any, _: Array) -> Any:
-        """The key is not used: the same initial weights at every meta-step."""
-        problem = hypers["problem"]
-        return self.train(hypers["learned"], problem.key), problem.data.validation
+    def train_fn(self, arm: Arm) -> Any:
+        def train_fn(hypers: Any, key: Array) -> Any:
+            problem = hypers["problem"]
+            fresh = jax.random.fold_in(key, problem.seed)
+            params = self.train(hypers["learned"], fresh if arm.adam else problem.key)
+            return params, problem.data.validation
+
+        return train_fn
 
     @staticmethod
     def val_fn(trained: Any) -> Array:
@@ -123,10 +133,11 @@ class Experiment:
         }
 
     def start(self, arm: Arm, problem: Problem) -> Any:
-        """Blank images; labels in turn 0 to 9, as logits: certain ones are infinitely so in float32."""
-        blank = self.config.blank * jax.random.normal(jax.random.fold_in(problem.key, 2), (arm.images, self.sizes[0]))
-        own = jax.nn.one_hot(jnp.arange(arm.images) % 10, 10)
-        labels = self.config.certainty * own if arm.soft else hg.fixed(1e3 * own)
+        """Blank images; labels are logits: random, or 0 to 9 in turn and so certain that float32 knows no other class."""
+        pixels, logits = jax.random.split(jax.random.fold_in(problem.key, 2))
+        blank = self.config.blank * jax.random.normal(pixels, (arm.images, self.sizes[0]))
+        opinions = self.config.opinion * jax.random.normal(logits, (arm.images, 10))
+        labels = opinions if arm.soft else hg.fixed(1e3 * jax.nn.one_hot(jnp.arange(arm.images) % 10, 10))
         return {"images": blank, "labels": labels, "penalty": hg.positive(self.config.penalty)}
 
     def real(self, images: int, problem: Problem) -> Any:
@@ -141,17 +152,15 @@ class Experiment:
     def learn(self, arm: Arm, problems: list[Problem]) -> list[hg.Result]:
         """One result per problem, in their order."""
         config = self.config
-        starts = [
-            {"learned": self.start(arm, p), "problem": hg.fixed(p), "place": hg.fixed(i)} for i, p in enumerate(problems)
-        ]
+        starts = [{"learned": self.start(arm, p), "problem": hg.fixed(p)} for p in problems]
         meta_steps = config.longer if arm.adam else config.meta_steps
         schedule = optax.cosine_decay_schedule(config.adam, meta_steps, 0.1)
         results = hg.restarts(
-            self.train_fn, self.val_fn, starts, meta_steps=meta_steps,
+            self.train_fn(arm), self.val_fn, starts, meta_steps=meta_steps,
             meta_optimizer=optax.adam(schedule) if arm.adam else optax.sgd(config.meta_learning_rate),
             callbacks=[_record.EveryTenth(meta_steps)],
         )  # fmt: skip
-        return sorted(results, key=lambda result: int(hg.natural(result.hypers)["place"]))
+        return sorted(results, key=lambda result: config.seeds.index(int(hg.natural(result.hypers)["problem"].seed)))
 
 
 class Outcome(NamedTuple):
@@ -185,72 +194,16 @@ def outcomes(experiment: Experiment, problems: list[Problem], name: str, measure
     return found
 
 
-def labels(outcome: Outcome) -> np.ndarray:
-    """[own class, class]: the mean of the learned labels of the images that began as each class."""
+def in_order(outcome: Outcome) -> tuple[np.ndarray, np.ndarray]:
+    """Learned images [images, pixels] and labels [images, classes], sorted by the largest class of the label."""
     soft = np.asarray(jax.nn.softmax(outcome.learned["labels"]))
-    return soft.reshape(-1, 10, 10).mean(axis=0)
+    order = np.argsort(soft.argmax(axis=1), kind="stable")
+    return outcome.learned["images"][order], soft[order]
 
 
-def pictures(config: Config, found: dict[str, list[Outcome]], real: dict[str, Any]) -> dict[str, tuple[Any, str]]:
-    captions = {
-        "images": "Ten learned images: red is ink above the mean image, blue below.",
-        "hundred": "A hundred images, learned with their labels.",
-        "labels": "Learned labels by the class that an image began as; each class's share of labels and its test error.",
-        "losses": "Losses along the descent of the thesis (band: one standard deviation), and test losses.",
-    }
-    figures = (
-        _images(found[THESIS][0], "a training set of ten images, 0 to 9"),
-        _images(found[LARGEST][0], "a hundred images; column: the class they began as"),
-        _labels(found[LARGEST]),
-        _losses(config, found, real),
-    )
-    return {name: (figure, captions[name]) for name, figure in zip(captions, figures, strict=True)}
-
-
-def _images(outcome: Outcome, title: str) -> Any:
-    images = outcome.learned["images"]
-    side = int(round(images.shape[1] ** 0.5))
-    ax = hg.plots.images(images, (side, side), columns=5 if len(images) == 10 else 10, label="pixel, mean image removed")
-    ax.set_title(title)
-    return ax.figure
-
-
-def _labels(outcomes: list[Outcome]) -> Any:
-    figure, (left, right) = _plots.panels(2)
-    matrix = np.mean([labels(o) for o in outcomes], axis=0)
-    shown = left.imshow(100 * np.where(np.eye(10), np.nan, matrix), cmap="viridis")
-    figure.colorbar(shown, ax=left, label="percent of the label")
-    left.set(xticks=range(10), yticks=range(10), xlabel="class of the label", ylabel="class the image began as")
-    left.set_title("labels off their own class")
-    error = [o.measured["class_error"] for o in outcomes]
-    share = [labels(o).sum(axis=0) / 10 for o in outcomes]
-    for c, color in zip(range(10), [*_plots.COLOURS] * 2, strict=False):
-        right.plot(np.mean(share, axis=0)[c], np.mean(error, axis=0)[c], "o", color=color)
-        right.annotate(f" {c}", (np.mean(share, axis=0)[c], np.mean(error, axis=0)[c]), va="center")
-    right.set(xlabel="share of all labels", ylabel="test error of the class", title="do hard classes get more labels?")
-    return figure
-
-
-def _losses(config: Config, found: dict[str, list[Outcome]], real: dict[str, Any]) -> Any:
-    figure, (left, right) = _plots.panels(2, size=(5.0, 3.8))
-    curves = found[THESIS][0].curve
-    for name, color, dash in zip(curves, _plots.COLOURS, _plots.DASHES, strict=False):
-        runs = [o.curve[name] for o in found[THESIS]]
-        label = "train, with penalty" if name == "train" else name.removesuffix(", same weights")
-        _plots.band(left, range(len(runs[0])), runs, label=label, color=color, linestyle=dash)
-    left.set(xlabel="meta-step", ylabel="loss (nats)", title="ten images, plain descent")
-    if config.data == "mnist":
-        left.axhline(0.50, label="thesis: test at the end", **_plots.THESIS)
-    left.legend()
-    bars = {name: [o.measured["test"] for o in arm] for name, arm in found.items()}
-    bars |= {name: [row["test"] for row in rows] for name, rows in real.items()}
-    for i, (name, values) in enumerate(bars.items()):
-        right.barh(i, np.mean(values), color=_plots.GREY if name in real else _plots.COLOURS[0], height=0.6)
-        right.plot(values, [i] * len(values), "o", color="black", markersize=4, markerfacecolor="none")
-    right.set_yticks(range(len(bars)), list(bars))
-    right.invert_yaxis()
-    right.set(xlabel="test loss (nats)", ylabel="training images", title="bars: means; circles: seeds")
-    return figure
+def hardship(outcome: Outcome) -> float:
+    """Correlation, over the classes, of a class's share of the learned labels and its test error."""
+    return float(np.corrcoef(in_order(outcome)[1].mean(axis=0), outcome.measured["class_error"])[0, 1])
 
 
 def rows(config: Config, found: dict[str, list[Outcome]], real: dict[str, Any]) -> list[Row]:
@@ -270,6 +223,9 @@ def rows(config: Config, found: dict[str, list[Outcome]], real: dict[str, Any]) 
         for quantity, key in (("test loss from other initial weights", "test"), ("test error", "test_error")):
             values = [row[key] for row in measured]
             result.append(Row("6.7", f"{quantity}, {name}", None, *_record.mean_and_spread(values), "Not in the thesis."))
+    quantity = "correlation over the classes of their share of the learned labels and their test error"
+    why = 'The thesis only suggests that learned labels "might shed light on which classes are difficult to distinguish".'
+    result.append(Row("6.7", quantity, None, *_record.mean_and_spread([hardship(o) for o in found[LARGEST]]), why))
     return result
 
 
@@ -277,7 +233,7 @@ def main(config: Config) -> dict[str, Any]:
     begin = time.perf_counter()
     config = _config.filled(config, PRESETS)
     data = [jax.tree.map(jnp.asarray, _data.load(config.data, seed)) for seed in config.seeds]
-    problems = [Problem(jax.random.key(seed), d) for seed, d in zip(config.seeds, data, strict=True)]
+    problems = [Problem(seed, d) for seed, d in zip(config.seeds, data, strict=True)]
     experiment = Experiment(config, data[0].train.x.shape[1])
     measure = jax.jit(experiment.measure)
     found = {name: outcomes(experiment, problems, name, measure) for name in config.arms}
@@ -287,18 +243,24 @@ def main(config: Config) -> dict[str, Any]:
     for name, seeds in measured.items():
         test, error = (np.mean([row[k] for row in seeds]) for k in ("test", "test_error"))
         print(f"{name:21} test loss {test:.4f}, error {error:.2%}")
-    shares = [labels(o).sum(axis=0) / 10 for o in found[LARGEST]]
-    hard = [float(np.corrcoef(s, o.measured["class_error"])[0, 1]) for s, o in zip(shares, found[LARGEST], strict=True)]
     numbers = {
         "hyperparameters": {n: 1 + ARMS[n].images * (experiment.sizes[0] + 10 * ARMS[n].soft) for n in found},
         "measured": measured,
         "curve": {k: [o.curve[k] for o in found[THESIS]] for k in found[THESIS][0].curve},
         "values": {name: [o.values for o in arm] for name, arm in found.items()},
         "penalty": {name: [o.learned["penalty"] for o in arm] for name, arm in found.items()},
-        "learned_labels": [labels(o) for o in found[LARGEST]],
-        "correlation_of_label_share_and_class_error": hard,
+        "learned_labels": [in_order(o)[1] for o in found[LARGEST]],
+        "correlation_of_label_share_and_class_error": [hardship(o) for o in found[LARGEST]],
     }
-    drawn = _plots.save(config.out, pictures(config, found, real))
+    figures = _learned_training_set_plots.draw(
+        found[THESIS][0].learned["images"], in_order(found[LARGEST][0])[0],
+        np.concatenate([in_order(o)[1] for o in found[LARGEST]]),
+        [o.measured["class_error"] for o in found[LARGEST]],
+        {k: [o.curve[k] for o in found[THESIS]] for k in found[THESIS][0].curve},
+        {name: [row["test"] for row in seeds] for name, seeds in measured.items()},
+        real, 0.50 if config.data == "mnist" else None,
+    )  # fmt: skip
+    drawn = _plots.save(config.out, figures)
     seconds = time.perf_counter() - begin
     record = _record.write(
         config.out, "learned_training_set", config, numbers, seeds=config.seeds, seconds=seconds,

@@ -72,6 +72,7 @@ class Experiment:
 
     def __init__(self, config: Config, pixels: int) -> None:
         self.config, self.sizes = config, (pixels, 10)
+        self.initial = jax.jit(lambda key: _models.init_mlp(key, self.sizes, config.init_scale))
         self.shapes = jax.eval_shape(lambda: _models.init_mlp(jax.random.key(0), self.sizes, 1.0))
 
     @staticmethod
@@ -82,7 +83,7 @@ class Experiment:
     def arguments(self, penalties: Any, problem: Problem) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What `hg.train` and `hg.check_reversal` take."""
         config = self.config
-        params = _models.init_mlp(problem.init_key, self.sizes, config.init_scale)
+        params = self.initial(problem.init_key)
         batches = hg.minibatches(tuple(problem.data.train), config.batch_size, problem.batch_key)
         sgd = hg.SGD(config.learning_rate, config.momentum)
         return (self.loss, params, sgd, batches), {"theta": penalties, "steps": config.steps}
@@ -181,14 +182,9 @@ def pictures(config: Config, outcomes: list[Outcome]) -> dict[str, tuple[Any, st
     if config.data == "mnist":
         left.axhline(0.45, label="thesis: test at the end", **_plots.THESIS)
     left.legend()
-    arms = list(outcomes[0].measured)
-    for i, (arm, color) in enumerate(zip(arms, _plots.COLOURS, strict=False)):
-        values = [o.measured[arm]["test"] for o in outcomes]
-        right.barh(i, np.mean(values), color=color, height=0.6)
-        right.plot(values, [i] * len(values), "o", color="black", markersize=4, markerfacecolor="none")
-    right.set_yticks(range(len(arms)), arms)
-    right.invert_yaxis()
-    right.set(xlabel="test loss (nats)", ylabel="penalties", title="bars: means; circles: seeds")
+    tests = {arm: [o.measured[arm]["test"] for o in outcomes] for arm in outcomes[0].measured}
+    _plots.bars(right, tests, grey=("start", "none", "best equal"))
+    right.set(xlabel="test loss (nats)", ylabel="penalties")
     return {
         "penalties": (images.figure, "Learned penalties, an image per output; colours end at the 2nd and 98th percentile."),
         "losses": (figure, "Losses along the plain descent (band: one standard deviation over seeds), and test losses."),
