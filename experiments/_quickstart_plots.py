@@ -3,34 +3,24 @@
 import pathlib
 from typing import Any
 
-import matplotlib
+import hypergrad as hg
+from experiments import _plots
+from experiments._record import Picture
 
 
-matplotlib.use("Agg")  # before pyplot: no display is needed
-
-import matplotlib.pyplot as plt  # noqa: E402
-
-import hypergrad as hg  # noqa: E402
-
-
-def draw(folder: pathlib.Path, start: Any, result: hg.Result, side: int) -> list[pathlib.Path]:
-    """Write schedules.png, meta_learning.png and penalties.png; returns their paths. start: hyperparameters as stored."""
+def draw(folder: pathlib.Path, start: Any, result: hg.Result, side: int) -> list[Picture]:
+    """Write schedules.png, meta_learning.png and penalties.png. start: hyperparameters as stored."""
     figures = {
-        "schedules": _schedules(start, result.hypers),
-        "meta_learning": _meta_learning(result),
-        "penalties": _penalties(result.hypers, side),
+        "schedules": (_schedules(start, result.hypers), "learned learning rates and momentum"),
+        "meta_learning": (_meta_learning(result), "validation loss against meta-step"),
+        "penalties": (_penalties(result.hypers, side), "learned L2 penalties of the first layer"),
     }
-    paths = []
-    for name, figure in figures.items():
-        paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1], dpi=120)
-        plt.close(figure)
-    return paths
+    return _plots.save(folder, figures)
 
 
 def _schedules(start: Any, learned: Any) -> Any:
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for name, ax in zip(("learning_rate", "momentum"), panels, strict=True):
+    figure, axes = _plots.panels(2, size=(5, 4))
+    for name, ax in zip(("learning_rate", "momentum"), axes, strict=True):
         title = name.replace("_", " ")
         hg.plots.schedules(learned[name], ax, start=start[name]).set(ylabel=title, title=f"learned {title}")
     return figure

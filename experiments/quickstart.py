@@ -20,7 +20,7 @@ import tyro
 from jax import Array
 
 import hypergrad as hg
-from experiments import _data, _models, _quickstart_plots, _record
+from experiments import _data, _models, _plots, _quickstart_plots, _record
 from experiments._data import Data
 
 
@@ -142,7 +142,7 @@ def main(config: Config) -> dict[str, Any]:
     print(f"learning {count:,} hyperparameters in {config.meta_steps} meta-steps from learning rate {rate:.3g}:")
     meta_optimizer = optax.adam(optax.cosine_decay_schedule(config.meta_learning_rate, config.meta_steps, 0.1))
     key = jax.random.key(config.seed + 1)
-    progress = [_EveryTenth(config.meta_steps)]
+    progress = [_record.EveryTenth(config.meta_steps)]
     result = hg.optimize(
         experiment.train_fn, experiment.val_fn, start,
         meta_steps=config.meta_steps, meta_optimizer=meta_optimizer, key=key, callbacks=progress,
@@ -158,26 +158,17 @@ def main(config: Config) -> dict[str, Any]:
     print(f"reversal {'exact' if proof.exact else f'FAILED: {proof.first_mismatch}'}, every bit compared; ", end="")
     print(f"bits per parameter and step: {proof.bits_per_parameter_step:.4f}, ", end="")
     print(f"log2(1/gamma) = {proof.ideal_bits_per_parameter_step:.4f}")
-    config.out.mkdir(parents=True, exist_ok=True)
     pictures = _quickstart_plots.draw(config.out, start, result, experiment.data.side)
     numbers = {
         "hyperparameters": count, "start_learning_rate": rate, "before": before._asdict(), "after": after._asdict(),
-        "certificate": proof._asdict(), "seconds": seconds, "values": [s.value for s in result.history],
+        "values": [s.value for s in result.history],
     }  # fmt: skip
-    record = _record.write(config.out, "quickstart", config, numbers)
-    print(f"{seconds:.1f} s; wrote {record} and {', '.join(p.name for p in pictures)}")
-    return numbers
-
-
-class _EveryTenth:
-    """Ten lines of progress, however many meta-steps."""
-
-    def __init__(self, meta_steps: int) -> None:
-        self.every, self.last, self.print = max(1, meta_steps // 10), meta_steps - 1, hg.callbacks.Progress()
-
-    def __call__(self, done: hg.MetaStep) -> None:
-        if done.step % self.every == 0 or done.step == self.last:
-            self.print(done)
+    record = _record.write(
+        config.out, "quickstart", config, numbers,
+        seeds=[config.seed], seconds=seconds, certificate=proof, pictures=pictures,
+    )  # fmt: skip
+    _plots.announce(record, pictures, seconds)
+    return numbers | {"certificate": proof._asdict()}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import _data, adam_schedules, quickstart
+from experiments import (
+    _config,
+    _data,
+    _record,
+    adam_schedules,
+    chaos,
+    learning_rate_schedules,
+    memory,
+    quickstart,
+    report,
+    schedule_gradient,
+    toy_valley,
+)
 from experiments.benchmarks import hypergradient, long_reversal, opponents
 
 
@@ -80,3 +92,86 @@ def test_the_benchmark_catches_a_wrong_gradient():
 def test_long_reversal_is_exact_in_short():
     proof = long_reversal.certify(40)
     assert proof.exact and proof.first_mismatch is None
+
+
+@pytest.fixture
+def quick_compilation():
+    """Miniatures take their time to compile, not to run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize(
+    "experiment", [toy_valley, learning_rate_schedules, schedule_gradient, chaos, memory], ids=lambda m: m.__name__[12:]
+)
+def test_chapter_6_runs_in_miniature_and_is_reported(experiment, tmp_path, capsys):
+    name = experiment.__name__.removeprefix("experiments.")
+    numbers = experiment.main(experiment.Config(tiny=True, out=tmp_path / name))
+    proofs = numbers["certificate"]
+    assert all(proof["exact"] for proof in ([proofs] if "exact" in proofs else proofs.values()))
+    record = _record.read(tmp_path / name / f"{name}.json")
+    assert record["thesis"] and record["pictures"] and record["seeds"] is not None
+    assert all(row["ours"] is not None for row in record["thesis"])
+    for picture in record["pictures"]:
+        assert (tmp_path / name / picture["file"]).stat().st_size > 10_000 and picture["caption"]
+    page = report.main(report.Config(results=tmp_path, docs=tmp_path / "docs")).read_text()
+    assert record["thesis"][0]["quantity"] in page and "exact, every bit compared" in page
+    assert f"images/{name}-{record['pictures'][0]['file']}" in page
+    assert "wrote" in capsys.readouterr().out
+
+
+def test_toy_valley_is_that_of_the_thesis():
+    with jax.enable_x64(True):
+        assert float(toy_valley.valley(jnp.asarray(toy_valley.START))) == pytest.approx(630.4171, abs=1e-4)
+
+
+def test_the_report_keeps_sections_that_have_no_record(tmp_path):
+    page = tmp_path / "docs" / "experiments.md"
+    page.parent.mkdir()
+    page.write_text("# Title\n\n<!-- chaos -->\n\n## Old\n\ntext\n\n<!-- toy_valley -->\n\n## Older\n\nmore\n")
+    text = report.main(report.Config(results=tmp_path, docs=page.parent)).read_text()
+    assert text.index("## Older\n\nmore") < text.index("## Old\n\ntext") and text.count("<!--") == 2
+
+
+def test_the_report_says_when_a_reversal_failed():
+    proof = {
+        "exact": False,
+        "first_mismatch": "step 3",
+        "bits_per_parameter_step": 1.0,
+        "ideal_bits_per_parameter_step": 1.0,
+    }
+    assert report._certified(proof) == "Reversal FAILED: step 3."
+    assert report._certified({"a": proof | {"exact": True}, "b": proof}) == "Reversal FAILED: b."
+
+
+def test_presets_fill_what_was_not_said():
+    presets = {"digits": {"seeds": 5, "steps": 100}, "mnist": {"steps": 200}, "tiny": {"seeds": 1}}
+    config = schedule_gradient.Config(data="mnist", at_once=3)
+    filled = _config.filled(config, presets)
+    assert (filled.seeds, filled.steps, filled.at_once, filled.hidden) == (5, 200, 3, None)
+    tiny = _config.filled(schedule_gradient.Config(tiny=True, steps=7), presets)
+    assert (tiny.seeds, tiny.steps) == (1, 7)
+
+
+def test_memory_holds_from_the_step_that_it_names():
+    t = memory.steps_for(200, 0.9, 0)
+    assert memory.STORED * t >= 200 * memory.buffer_bits(0.9, t)
+    assert memory.STORED * (t - 1) < 200 * memory.buffer_bits(0.9, t - 1)
+    with pytest.raises(ValueError, match="a factor of 300 is not reached"):
+        memory.steps_for(300, 0.9, 0, limit=1000)
+
+
+def test_onset_of_chaos_is_the_first_rate_that_does_not_lead_upwards():
+    rates = np.arange(4.0)
+    assert chaos._onset(rates, np.array([-1, -1, np.nan, 1])) == 2.0
+    assert np.isnan(chaos._onset(rates, -np.ones(4)))
+
+
+def test_the_rule_of_the_thesis_forgets_its_momentum():
+    """Twice the same gradient: multipliers 1 and 1 / (1 - 0.81), of a gradient over its root mean square."""
+    rule, g = learning_rate_schedules.thesis_rule(0.04), jnp.array([0.5])
+    first, state = rule.update(g, rule.init(g))
+    second, _ = rule.update(g, state)
+    np.testing.assert_allclose([*first, *second], [-0.04 / 1.0002, -0.04 / 0.19 / 1.0002], rtol=1e-4)
