@@ -84,9 +84,11 @@ def _explained(name: str) -> tuple[str, str]:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = ["| figure | quantity | thesis | ours | why different |", "| --- | --- | --- | --- | --- |"]
+    last = ""
     for row in (_record.Row(**row) for row in rows):
-        cells = (row.figure, row.quantity, _record.shown(row.thesis), row.mean_and_spread, row.why)
-        lines.append("| " + " | ".join(cells) + " |")
+        why = "as above" if row.why and row.why == last else row.why
+        last = row.why
+        lines.append(f"| {row.figure} | {row.quantity} | {_record.shown(row.thesis)} | {row.mean_and_spread} | {why} |")
     return "\n".join(lines)
 
 
