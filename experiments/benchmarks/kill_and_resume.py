@@ -4,10 +4,11 @@
 
 Each round is a process that learns hyperparameters of the digits network into a checkpoint folder. It is killed `kills`
 times and started again; the last time it may finish. What it then has is compared, every number but the seconds, with a loop
-left alone. Delays are drawn from the round's seed: one half of the kills falls anywhere in the time that a process takes,
-compilation included, the other half in the time after it has written a meta-step.
+left alone. The moments are drawn from the round's seed: half of them in the time before a process writes its first meta-step,
+compilation included, the others up to a tenth of a second after some meta-step.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -63,9 +64,9 @@ def meta_steps(folder: pathlib.Path) -> int:
     return len(json.loads(run.read_text())["steps"]) if run.exists() else 0
 
 
-def wait_for_meta_step(process: subprocess.Popen[bytes], folder: pathlib.Path, done: int) -> None:
-    while process.poll() is None and meta_steps(folder) == done:
-        time.sleep(0.02)
+def wait_for(process: subprocess.Popen[bytes], folder: pathlib.Path, done: int) -> None:
+    while process.poll() is None and meta_steps(folder) < done:
+        time.sleep(0.005)
 
 
 def start(folder: pathlib.Path, config: Config) -> subprocess.Popen[bytes]:
@@ -81,7 +82,7 @@ def main(config: Config) -> None:
         root = pathlib.Path(temporary)
         begin = time.perf_counter()
         process = start(root / "alone", config)
-        wait_for_meta_step(process, root / "alone", 0)
+        wait_for(process, root / "alone", 1)
         compiled = time.perf_counter() - begin
         process.wait()
         alone, expected = time.perf_counter() - begin, digest(root / "alone")
@@ -90,15 +91,16 @@ def main(config: Config) -> None:
         for number in range(config.rounds):
             rng, folder, reached = random.Random(number), root / f"round-{number}", []
             for _ in range(config.kills):
-                done, process = meta_steps(folder), start(folder, config)
-                anywhere, part = rng.random() < 0.5, rng.random()
-                if not anywhere:
-                    wait_for_meta_step(process, folder, done)
-                try:
-                    process.wait(part * (alone if anywhere else alone - compiled))
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+                process = start(folder, config)
+                if rng.random() < 0.5:
+                    delay = rng.uniform(0, compiled)
+                else:
+                    wait_for(process, folder, rng.randint(min(meta_steps(folder) + 1, config.meta_steps), config.meta_steps))
+                    delay = rng.uniform(0, 0.1)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(delay)
+                process.kill()
+                process.wait()
                 reached.append(meta_steps(folder))
             start(folder, config).wait()
             equal = digest(folder) == expected
