@@ -18,8 +18,10 @@ def draw(
     real: Any,
     thesis: float | None,
 ) -> dict[str, tuple[Any, str]]:
-    """ten, hundred: learned images; labels: of the hundred, of all seeds in turn; tests: training set -> loss of each seed,
-    those in `real` for comparison; thesis: its test loss."""
+    """ten, hundred: learned images; labels: of the hundred, of all seeds in turn; thesis: its test loss.
+
+    tests: training set -> test loss of each seed; those in `real` are there for comparison.
+    """
     captions = {
         "images": "Ten learned images: red is ink above the mean image, blue below.",
         "hundred": "A hundred images, learned with their labels, in the order of the largest class of the label.",

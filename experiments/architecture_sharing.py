@@ -1,12 +1,12 @@
-"""Which layers should ten networks share? The degree of sharing, learned between every pair of tasks and in every layer.
+"""Which layers should ten networks share?
 
     python -m experiments.architecture_sharing [--data glyphs|omniglot] [--seeds 0 1 2]
 
 Five alphabets and the same five turned by 90 degrees are ten tasks, each with a tanh network of its own. In each layer the
 weights of the networks are mixtures of ten sets of parameters: w_i = sum_j A_ij z_j. A = I in every layer separates the
-networks; equal entries tie them. Here each layer's A is a hyperparameter, 300 numbers in all: they descend the validation
-loss of trainings whose split into training and validation drawings changes with every meta-step. At the end all these
-drawings are for training, and drawings that were never looked at judge.
+networks; equal entries tie them. Here each layer's A is a hyperparameter, a degree of sharing for every pair of tasks, 300
+numbers in all: they descend the validation loss of trainings whose split into training and validation drawings changes with
+every meta-step. At the end all these drawings are for training, and drawings that were never looked at judge.
 """
 
 import dataclasses

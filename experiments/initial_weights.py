@@ -1,4 +1,4 @@
-"""Where should training start? Initial weights as hyperparameters, learned through 1, 5 and 100 steps of training.
+"""Where should training start?
 
     python -m experiments.initial_weights [--data sinusoids|glyphs|omniglot] [--seeds 0 1 2]
 

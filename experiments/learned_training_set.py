@@ -1,13 +1,13 @@
-"""What is the best training set of ten images? One that is learned, pixel by pixel, from blank.
+"""What is the best training set of ten images?
 
     python -m experiments.learned_training_set [--data digits|mnist|fashion_mnist] [--seeds 0 1 2]
 
-A logistic regression is trained for 20 steps on made-up images alone, and their pixels descend its loss on real validation
-images: ten images as in the thesis, by plain gradient descent and from the same initial weights at every meta-step; then for
-longer, by Adam and from others each time; then a hundred, ten of each class. At last the labels of the hundred are learned
-too, each a distribution over the classes, from random ones: which classes get more images? The L2 penalty is always learned
-beside them. For comparison, as many real images drawn at random. Each seed has its own split, initial weights and
-blank images; the report trains from initial weights that were not learned with.
+A logistic regression is trained for 20 steps on made-up images alone, and their pixels, at first blank, descend its loss on
+real validation images: ten images as in the thesis, by plain gradient descent and from the same initial weights at every
+meta-step; then for longer, by Adam and from others each time; then a hundred, ten of each class. At last the labels of the
+hundred are learned too, each a distribution over the classes, from random ones: which classes get more images? The L2
+penalty is always learned beside them. For comparison, as many real images drawn at random. Each seed has its own split,
+initial weights and blank images; the report trains from initial weights that were not learned with.
 """
 
 import dataclasses
@@ -29,22 +29,22 @@ from experiments._record import Row
 
 
 class Arm(NamedTuple):
-    images: int
+    many: bool  # a hundred images, else ten
     soft: bool = False  # labels are learned
     adam: bool = True  # for `longer` meta-steps; else plain descent, as in the thesis
 
 
 ARMS = {
-    "10, as in the thesis": Arm(10, adam=False),
-    "10": Arm(10),
-    "100": Arm(100),
-    "100, learned labels": Arm(100, soft=True),
+    "ten, as in the thesis": Arm(many=False, adam=False),
+    "ten": Arm(many=False),
+    "hundred": Arm(many=True),
+    "hundred, learned labels": Arm(many=True, soft=True),
 }
-THESIS, LARGEST = "10, as in the thesis", "100, learned labels"  # the two that are drawn
+THESIS, LARGEST = "ten, as in the thesis", "hundred, learned labels"  # the two that are drawn
 
 PRESETS = {
-    "digits": {"arms": tuple(ARMS), "steps": 20, "meta_steps": 40, "longer": 200},
-    "tiny": {"arms": (THESIS, LARGEST), "steps": 3, "meta_steps": 1, "longer": 1},
+    "digits": {"arms": tuple(ARMS), "steps": 20, "meta_steps": 40, "longer": 200, "many": 100},
+    "tiny": {"arms": (THESIS, LARGEST), "steps": 3, "meta_steps": 1, "longer": 1, "many": 10},
 }
 
 
@@ -53,6 +53,7 @@ class Config:
     data: _data.Name = "digits"
     seeds: tuple[int, ...] = (0, 1, 2)
     arms: tuple[str, ...] | None = None
+    many: int | None = None  # images of a large training set
     steps: int | None = None
     meta_steps: int | None = None
     meta_learning_rate: float = 1.0  # plain gradient descent
@@ -132,12 +133,15 @@ class Experiment:
             "class_error": jax.ops.segment_sum(wrong.astype(jnp.float32), test.y, 10) / jnp.bincount(test.y, length=10),
         }
 
+    def images(self, arm: Arm) -> int:
+        return self.config.many if arm.many else 10
+
     def start(self, arm: Arm, problem: Problem) -> Any:
         """Blank images; labels are logits: random, or 0 to 9 in turn and so certain that float32 knows no other class."""
         pixels, logits = jax.random.split(jax.random.fold_in(problem.key, 2))
-        blank = self.config.blank * jax.random.normal(pixels, (arm.images, self.sizes[0]))
-        opinions = self.config.opinion * jax.random.normal(logits, (arm.images, 10))
-        labels = opinions if arm.soft else hg.fixed(1e3 * jax.nn.one_hot(jnp.arange(arm.images) % 10, 10))
+        blank = self.config.blank * jax.random.normal(pixels, (self.images(arm), self.sizes[0]))
+        opinions = self.config.opinion * jax.random.normal(logits, (self.images(arm), 10))
+        labels = opinions if arm.soft else hg.fixed(1e3 * jax.nn.one_hot(jnp.arange(self.images(arm)) % 10, 10))
         return {"images": blank, "labels": labels, "penalty": hg.positive(self.config.penalty)}
 
     def real(self, images: int, problem: Problem) -> Any:
@@ -237,14 +241,14 @@ def main(config: Config) -> dict[str, Any]:
     experiment = Experiment(config, data[0].train.x.shape[1])
     measure = jax.jit(experiment.measure)
     found = {name: outcomes(experiment, problems, name, measure) for name in config.arms}
-    sizes = sorted({ARMS[name].images for name in found})
+    sizes = sorted({experiment.images(ARMS[name]) for name in found})
     real = {f"{n} real ones": [jax.tree.map(np.asarray, measure(experiment.real(n, p), p)) for p in problems] for n in sizes}
     measured = {name: [o.measured for o in arm] for name, arm in found.items()} | real
     for name, seeds in measured.items():
         test, error = (np.mean([row[k] for row in seeds]) for k in ("test", "test_error"))
         print(f"{name:21} test loss {test:.4f}, error {error:.2%}")
     numbers = {
-        "hyperparameters": {n: 1 + ARMS[n].images * (experiment.sizes[0] + 10 * ARMS[n].soft) for n in found},
+        "hyperparameters": {n: 1 + experiment.images(ARMS[n]) * (experiment.sizes[0] + 10 * ARMS[n].soft) for n in found},
         "measured": measured,
         "curve": {k: [o.curve[k] for o in found[THESIS]] for k in found[THESIS][0].curve},
         "values": {name: [o.values for o in arm] for name, arm in found.items()},

@@ -1,11 +1,12 @@
-"""How much should each weight be held back? One L2 penalty per weight of a logistic regression, learned.
+"""How much should each weight be held back?
 
     python -m experiments.per_weight_penalty [--data digits|mnist|fashion_mnist] [--seeds 0 1 2]
 
-All penalties start equal and descend the validation loss after 50 steps of training, to which a small multiple of their
-squared norm is added: first as in the thesis, by plain gradient descent, then for longer, by Adam. Beside them the best of
-17 penalties that are the same for all weights, zero among them, by validation loss. Each seed has its own split, initial
-weights and order of batches, and keeps these for all its meta-steps. Test images are only looked at in the report.
+A logistic regression has one L2 penalty per weight. All start equal and descend the validation loss after 50 steps of
+training, to which a small multiple of their squared norm is added: first as in the thesis, by plain gradient descent, then
+for longer, by Adam. Beside them the best of 17 penalties that are the same for all weights, zero among them, by validation
+loss. Each seed has its own split, initial weights and order of batches, and keeps these for all its meta-steps. Test images
+are only looked at in the report.
 """
 
 import dataclasses
