@@ -4,7 +4,7 @@
 
 Each round is a process that learns hyperparameters of the digits network into a checkpoint folder. It is killed `kills`
 times and started again; the last time it may finish. What it then has is compared, every number but the seconds, with a loop
-left alone. The moments are drawn from the round's seed: half of them in the time before a process writes its first meta-step,
+left alone. The moments are drawn from the round's seed: half of them before a process has written its first meta-step,
 compilation included, the others up to a tenth of a second after some meta-step.
 """
 
