@@ -79,5 +79,5 @@ def _init_scales(results: list[hg.Result], sizes: tuple[int, ...]) -> Any:
     for size in sorted(set(sizes[:-1])):
         axes[0].axhline(size**-0.5, color=GREY, linestyle=":", linewidth=1.2)
         axes[0].annotate(f"1 / sqrt({size})", (0, size**-0.5 * 1.02), fontsize=8, color=GREY)
-    axes[0].legend(fontsize=8, loc="center left")
+    axes[1].legend(fontsize=8, loc="upper left")
     return figure

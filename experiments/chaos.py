@@ -104,7 +104,8 @@ def diagnoses(experiment: Experiment, log_rates: np.ndarray, key: Array) -> list
     """With the norm of d loss / d (parameters before step t) at each step."""
     print("cotangents along the reverse pass", flush=True)
     hypers = ({"learning_rate": hg.positive(jnp.float32(np.exp(r)))} for r in log_rates)
-    return [hg.diagnose(experiment.train_fn, experiment.val_fn, h, key) for h in hypers]
+    train_fn = jax.jit(experiment.train_fn)
+    return [hg.diagnose(train_fn, experiment.val_fn, h, key) for h in hypers]
 
 
 def exponents(norms: np.ndarray) -> np.ndarray:
