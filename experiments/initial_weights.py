@@ -6,8 +6,8 @@ The thesis declined to learn the initial weights, "due to philosophical vertigo"
 tasks: adapt for k steps to a few examples, descend the loss on others; the learning rate and the momentum of the k steps are
 learned with them. The gradients are exact for any k, so that 100 steps can be compared with 1 and 5. Then all adapt to tasks
 never seen, for any number of steps, at the learning rate that is best on validation tasks. k = 1 and k = 5 get as many
-meta-steps as k = 100, and then ("longer") as much time. Beside them: random initial weights, with a learning rate and a
-momentum learned for 100 steps. The tasks are sinusoids to fit (Finn, Abbeel, Levine 2017), and with `--data glyphs` or
+meta-steps as k = 100, and then ("longer") about as much time. Beside them: random initial weights, with a learning rate and
+a momentum learned for 100 steps. The tasks are sinusoids to fit (Finn, Abbeel, Levine 2017), and with `--data glyphs` or
 `--data omniglot` then also five characters to tell apart, seen once each, of alphabets that were not learned with.
 """
 

@@ -246,7 +246,7 @@ def main(config: Config) -> dict[str, Any]:
     measured = {name: [o.measured for o in arm] for name, arm in found.items()} | real
     for name, seeds in measured.items():
         test, error = (np.mean([row[k] for row in seeds]) for k in ("test", "test_error"))
-        print(f"{name:21} test loss {test:.4f}, error {error:.2%}")
+        print(f"{name:23} test loss {test:.4f}, error {error:.2%}")
     numbers = {
         "hyperparameters": {n: 1 + experiment.images(ARMS[n]) * (experiment.sizes[0] + 10 * ARMS[n].soft) for n in found},
         "measured": measured,
