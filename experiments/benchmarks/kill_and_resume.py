@@ -5,12 +5,12 @@
 Each round is a process that learns hyperparameters of the digits network into a checkpoint folder. It is killed `kills`
 times and started again; the last time it may finish. What it then has is compared, every number but the seconds, with a loop
 left alone. The moments are drawn from the round's seed: half of them before a process has written its first meta-step,
-compilation included, the others up to a tenth of a second after some meta-step.
+compilation included, the others within 0.02 seconds of some meta-step.
 """
 
-import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 import random
 import subprocess
@@ -64,9 +64,11 @@ def meta_steps(folder: pathlib.Path) -> int:
     return len(json.loads(run.read_text())["steps"]) if run.exists() else 0
 
 
-def wait_for(process: subprocess.Popen[bytes], folder: pathlib.Path, done: int) -> None:
-    while process.poll() is None and meta_steps(folder) < done:
-        time.sleep(0.005)
+def wait_for(process: subprocess.Popen[bytes], folder: pathlib.Path, done: int, seconds: float = math.inf) -> None:
+    """Until `done` meta-steps are complete, the process has ended, or so many seconds have passed."""
+    end = time.perf_counter() + seconds
+    while process.poll() is None and meta_steps(folder) < done and time.perf_counter() < end:
+        time.sleep(0.002)
 
 
 def start(folder: pathlib.Path, config: Config) -> subprocess.Popen[bytes]:
@@ -87,18 +89,16 @@ def main(config: Config) -> None:
         process.wait()
         alone, expected = time.perf_counter() - begin, digest(root / "alone")
         print(f"jax {jax.__version__}: {config.meta_steps} meta-steps, left alone, in {alone:.1f} s", flush=True)
-        same = 0
+        same, last = 0, config.meta_steps - 2
         for number in range(config.rounds):
             rng, folder, reached = random.Random(number), root / f"round-{number}", []
             for _ in range(config.kills):
-                process = start(folder, config)
-                if rng.random() < 0.5:
-                    delay = rng.uniform(0, compiled)
+                done, process = meta_steps(folder), start(folder, config)
+                if rng.random() < 0.5:  # while it compiles, or as soon as it has compiled
+                    wait_for(process, folder, done + 1, rng.uniform(0, compiled))
                 else:
-                    wait_for(process, folder, rng.randint(min(meta_steps(folder) + 1, config.meta_steps), config.meta_steps))
-                    delay = rng.uniform(0, 0.1)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(delay)
+                    wait_for(process, folder, rng.randint(min(done + 1, last), last))
+                    time.sleep(rng.uniform(0, 0.02))
                 process.kill()
                 process.wait()
                 reached.append(meta_steps(folder))
