@@ -166,7 +166,8 @@ def _pictures(paths: np.ndarray, continued: np.ndarray, adam: np.ndarray) -> dic
         label = f"meta-iteration {i + 1}: {heights[-1]:.1f}"
         ax.plot(path[:, 1], path[:, 0], heights + 8, color=color, linestyle=dash, linewidth=2.2, label=label, zorder=5)
         ax.scatter(path[-1:, 1], path[-1:, 0], heights[-1:] + 8, color=color, s=28, zorder=6)
-    ax.set(xlabel="weight 1", ylabel="weight 2", zlabel="loss", title="50 steps under three schedules")
+    ax.set(xlabel="weight 1", ylabel="weight 2", title="50 steps under three schedules")
+    ax.set_zlabel("loss", labelpad=8)
     ax.view_init(42, -118)
     ax.legend(loc="upper left", fontsize=8)
     right = figure.add_subplot(1, 2, 2)
@@ -175,7 +176,7 @@ def _pictures(paths: np.ndarray, continued: np.ndarray, adam: np.ndarray) -> dic
     right.plot(t, continued, color=_plots.COLOURS[1], linestyle="--", label="the rule of the thesis, its start")
     right.plot(range(3), RECORDED, "x", color="black", markersize=8, label="recorded by the thesis", zorder=5)
     right.set(xlabel="meta-step", ylabel="loss after 50 steps", title="the descents, continued")
-    right.legend(fontsize=8, loc="upper left")
+    right.legend(fontsize=8, loc="center right")
     return {"valley": (figure, "The valley, the trajectories of the first three meta-iterations, and how it goes on")}
 
 
