@@ -38,10 +38,7 @@ class Descent:
 
     def __init__(self, meta_optimizer: optax.GradientTransformation, evaluation: Evaluation) -> None:
         self.meta_optimizer, self.evaluation = optax.with_extra_args_support(meta_optimizer), evaluation
-        self._compile()
-
-    def _compile(self) -> None:
-        self.update = eqx.filter_jit(lambda *arguments: self._update(*arguments))
+        self.update = eqx.filter_jit(lambda capacity, *arguments: self._update(*arguments))
 
     def start(self, learned: Any) -> Point:
         return Point(learned, self.meta_optimizer.init(learned))
@@ -56,11 +53,10 @@ class Descent:
         ledger = self.evaluation.ledger
         ledger.clear()
         with listen(ledger):
-            after = jax.block_until_ready(self.update(point, fixed, evaluated.value, evaluated.grads, key))
-        if self.evaluation.grown():
-            self._compile()
-            return self(point, fixed, evaluated, key)
-        return after
+            # The capacity is static: a program made for smaller buffers would see every trial point of a search fail.
+            arguments = point, fixed, evaluated.value, evaluated.grads, key
+            after = jax.block_until_ready(self.update(ledger.capacity, *arguments))
+        return self(point, fixed, evaluated, key) if self.evaluation.grown() else after
 
     def _update(self, point: Point, fixed: Any, value: Array, grads: Any, key: Array) -> Point:
         return self._updated(point, value, grads, lambda h: self.evaluation.value(h, fixed, key))

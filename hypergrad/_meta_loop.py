@@ -130,7 +130,7 @@ class MetaLoop:
         evaluated, _ = self.evaluation(split_fixed(last.hypers)[0], fixed, self._key(point, last.step))
         value, elsewhere = float(evaluated.value), folder.elsewhere
         off = abs(value - last.value) / max(abs(last.value), 1e-30)
-        same = off <= _SAME or (math.isnan(value) and math.isnan(last.value))
+        same = off <= _SAME or value == last.value or (math.isnan(value) and math.isnan(last.value))
         told = f"meta-step {last.step} of {folder.path} had the value {last.value:.8g} and has {value:.8g} now"
         if not off <= _CLOSE and not same:
             raise ValueError(

@@ -136,6 +136,20 @@ def test_a_line_search_turns_away_from_where_training_fails() -> None:
     assert result.history[-1].value < 1e-3
 
 
+def test_a_line_search_gets_the_room_that_an_evaluation_found_missing() -> None:
+    """128 steps at momentum 0.3 lose 222 bits: the second start needs larger buffers than the first was compiled for."""
+
+    def f(hypers: Any, key: Any) -> Any:
+        quadratic = lambda w, theta, y: jnp.sum((w - y) ** 2)  # noqa: E731
+        sgd, still = hg.SGD(1e-4, hypers["m"]), hg.full_batch(jnp.zeros(1))
+        return hg.train(quadratic, hypers["x"][None], sgd, still, steps=128).params[0]
+
+    starts = [{"x": 3.0, "m": hg.fixed(jnp.float32(m))} for m in (0.9, 0.3)]
+    results = hg.restarts(f, lambda w: (w - 1.0) ** 2, starts, meta_optimizer=optax.lbfgs(), meta_steps=5)
+    assert results[0].history[0].status.words != results[1].history[0].status.words
+    assert all(r.history[-1].value < 1e-6 * r.history[0].value for r in results)
+
+
 def test_a_third_split_decides_on_the_best_step_and_when_to_stop() -> None:
     """The value falls for ever; the monitor rises from the third step on."""
     stopping = hg.callbacks.EarlyStopping(patience=3)
