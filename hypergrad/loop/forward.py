@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.exact import largest
-from hypergrad.loop.problem import Inputs, Problem, join_steps, split_steps
+from hypergrad.loop.problem import Inputs, Problem, join_steps, split
 from hypergrad.loop.step import Exact, settled, step
 
 
@@ -21,7 +21,7 @@ class Forward(NamedTuple):
 
 def forward(problem: Problem, inputs: Inputs, state: Exact, turns: dict[str, list[Any]]) -> Forward:
     """Train: `step` for t = 0..steps-1 from `state`. Call it inside `jax.enable_x64(True)`."""
-    constant, stepped = split_steps(inputs.h, problem.steps)
+    constant, stepped = problem.beside(split, inputs.h)
     gradient = problem.maybe_jit(problem.gradient)
 
     def body(consts: Any, state: Exact, x: Any) -> tuple[Exact, Any]:
@@ -29,7 +29,7 @@ def forward(problem: Problem, inputs: Inputs, state: Exact, turns: dict[str, lis
 
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns)
     end, (losses, entering, others) = problem.run(body, (constant, inputs.theta, inputs.frozen), state, xs)
-    return Forward(end, losses, in_order(problem, state, end, entering, others))
+    return Forward(end, losses, problem.beside(in_order, state, end, entering, others))
 
 
 def train_step(problem: Problem, gradient: Callable[..., Any], consts: Any, state: Exact, x: Any) -> tuple[Exact, Any]:
