@@ -111,7 +111,18 @@ def set_up(
     labels = _labels(rule, len(optimizer.layers) - 1, params, theta, batches)
     driver = _driver(adjoint, program.jaxpr, source)
     problem = Problem(
-        loss, assemble, rule, steps, driver, x64, labels, words, throw, source=source, progress=adjoint.progress
+        loss,
+        assemble,
+        rule,
+        steps,
+        driver,
+        x64,
+        labels,
+        words,
+        throw,
+        source=source,
+        progress=adjoint.progress,
+        shelved=adjoint.buffer == "host",
     )
     return problem, Inputs(values, prepared(optimizer, params, steps), theta_leaves, frozen), tree
 

@@ -17,6 +17,7 @@ import hypergrad as hg
 from hypergrad import _programs as programs
 from hypergrad._train import set_up
 from hypergrad.adjoints import reversible
+from hypergrad.loop import shelf
 
 
 HOST = hg.Reversible(driver="host")
@@ -298,3 +299,63 @@ def test_progress_is_told_of_both_ways():
 def test_progress_is_of_the_host_driver(options):
     with fails(ValueError, "`progress`", 'driver="host"'):
         hg.Reversible(**{"progress": print, **options})
+
+
+def ends(adjoint, optimizer, steps):
+    """The state that the reverse pass starts from: (run, end)."""
+    problem, inputs, _ = set_up(loss, PARAMS, optimizer, BATCHES, None, steps, None, adjoint, True)
+    with jax.enable_x64(True):
+        words = reversible._capacities(problem, inputs.h, None)
+    return reversible._forward(problem, words, inputs)
+
+
+# Words leave at every other step at 2^-16, and the decays of Adam differ; the last leaves words at consecutive steps.
+SPILLING = {
+    "sgd": (hg.SGD(0.1, 2**-16), 9),
+    "adam": (hg.Adam(0.01, 0.01, 0.3), 30),
+    "each step": (hg.AdamW(1.0, 0.5, 0.5, 1.0, 1 - 2**-20), 7),
+}
+
+
+@pytest.mark.parametrize("kind", SPILLING)
+def test_words_on_the_host_are_those_of_the_device(kind):
+    optimizer, steps = SPILLING[kind]
+    host, device = (ends(hg.Reversible(driver="host", buffer=b), optimizer, steps) for b in ("host", "device"))
+    assert_equal(host[0], device[0])
+    assert_equal(host[1].z, device[1].z)
+    spilled = 0
+    for name, leaves in device[1].buffers.items():
+        for there, here in zip(leaves, host[1].buffers[name], strict=True):
+            assert_equal(here.head, there.head)
+            spilled += len(here.stack.words)
+            for word, expected_word in zip(here.stack.words, there.stack, strict=False):
+                assert_equal(word, expected_word)
+    assert spilled >= 2
+    assert not any(x.shape[:1] == (2,) for x in jax.tree.leaves(host[1].buffers) if x.dtype == jnp.uint32)
+
+
+@pytest.mark.parametrize("kind", SPILLING)
+def test_words_on_the_host_come_back(kind):
+    optimizer, steps = SPILLING[kind]
+
+    def run(buffer):
+        options = {"optimizer": optimizer, "steps": steps, "adjoint": hg.Reversible(driver="host", buffer=buffer)}
+        return lambda params: final(params=params, **options)
+
+    assert_equal(jax.value_and_grad(run("host"))(PARAMS), jax.value_and_grad(run("device"))(PARAMS))
+    value, pull = jax.vjp(run("host"), PARAMS)
+    assert_equal(pull(jnp.ones_like(value)), pull(jnp.ones_like(value)))
+
+
+def test_a_word_that_was_lost_on_the_host_is_noticed(monkeypatch):
+    rows = shelf._row
+    monkeypatch.setattr(shelf, "_row", lambda stack, row: rows(stack, row) ^ 1)
+    with fails(hg.ReversalError, "velocity['w']"):
+        optimizer, steps = SPILLING["sgd"]
+        jax.grad(lambda p: final(params=p, optimizer=optimizer, steps=steps, adjoint=hg.Reversible(buffer="host")))(PARAMS)
+
+
+@pytest.mark.parametrize("options", [{"driver": "scan"}, {"capacity": 3}])
+def test_words_on_the_host_need_the_host_and_no_capacity(options):
+    with fails(ValueError, 'buffer="host"', next(iter(options))):
+        hg.Reversible(buffer="host", **options)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.exact import decode
+from hypergrad.loop.drivers import Pause
 from hypergrad.loop.problem import Inputs, Problem, join_steps, split
 from hypergrad.loop.step import (
     Exact,
@@ -104,7 +105,15 @@ def pull_transforms(
     return jax.vjp(lambda *a: transformed(rule, *a), h, w, g)[1](u)
 
 
-def reverse(problem: Problem, inputs: Inputs, end: Exact, turns: Any, ct: Cotangents, dlosses: Array | None) -> Reversed:
+def reverse(
+    problem: Problem,
+    inputs: Inputs,
+    end: Exact,
+    turns: Any,
+    ct: Cotangents,
+    dlosses: Array | None,
+    pause: Pause | None = None,
+) -> Reversed:
     """From the last state to the first, and the cotangents of all inputs. Call it inside `jax.enable_x64(True)`."""
     rule = problem.rule
     *others, params = rule.chain
@@ -155,7 +164,7 @@ def reverse(problem: Problem, inputs: Inputs, end: Exact, turns: Any, ct: Cotang
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns, dlosses)
     carry = (end, (ct.z, jax.tree.map(jnp.zeros_like, constant), ct.theta))
     consts = (constant, inputs.theta, inputs.frozen)
-    (start, (dz, dconstant, dtheta)), (dstepped, losses, norms) = problem.run(body, consts, carry, xs, reverse=True)
+    (start, (dz, dconstant, dtheta)), (dstepped, losses, norms) = problem.run(body, consts, carry, xs, True, pause)
     dh = problem.beside(_joined, dconstant, dstepped, inputs.h)
     if problem.probed:
         norms = jax.tree.map(lambda before, last: jnp.append(before, last), norms, _norms(ct.z))

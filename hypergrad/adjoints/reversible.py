@@ -18,6 +18,7 @@ from hypergrad._report import current_ledger, mask, probing, surface, trace
 from hypergrad.adjoints.backward import Cotangents, Reversed, reverse
 from hypergrad.errors import OK, REVERSAL, Status
 from hypergrad.exact import WORD_BITS, words_needed
+from hypergrad.loop import shelf
 from hypergrad.loop.forward import forward
 from hypergrad.loop.problem import Inputs, Problem, schedules, turns_of
 from hypergrad.loop.status import Outcome, assess
@@ -36,11 +37,12 @@ class Reversible:
     when the program is built, else ceil(steps / 32), one bit a step. fraction_bits: of the parameters' grid; None: 52 for
     float64 (range +-1024), 48 for float32 (range +-16384). driver: "scan" (compiled whole) or "host" (a Python loop over
     one jitted step; not under jit or vmap); None: the host for `hg.host_batches`, and outside of jit and vmap for losses
-    with convolutions on a CPU of several cores, else the scan. buffer: "device", or "gmpy2": one arbitrary-precision integer
-    per parameter, the slow reference, on the host. isolate: compute each gradient once more on the way back, compiled apart
-    from its derivative, so that its bits are the same in both passes; None: where needed, which is for rules that are not
-    linear in the gradient and under `jax.vmap`. progress: with driver="host", called now and then with ("forward" or
-    "reverse", steps done, steps), as `hg.callbacks.Steps()` is.
+    with convolutions on a CPU of several cores, else the scan. buffer: "device"; "host": a host loop that takes words to
+    host memory once they are full, so that the device's does not grow with the steps; "gmpy2": one arbitrary-precision
+    integer per parameter, the slow reference, on the host. isolate: compute each gradient once more on the way back,
+    compiled apart from its derivative, so that its bits are the same in both passes; None: where needed, which is for rules
+    that are not linear in the gradient and under `jax.vmap`. progress: with driver="host", called now and then with
+    ("forward" or "reverse", steps done, steps), as `hg.callbacks.Steps()` is.
     """
 
     capacity: int | None = None
@@ -51,12 +53,14 @@ class Reversible:
     progress: Callable[[str, int, int], Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.buffer not in ("device", "gmpy2"):
-            raise ValueError(f'`buffer` must be "device" or "gmpy2"; got {self.buffer!r}.')
+        if self.buffer not in ("device", "host", "gmpy2"):
+            raise ValueError(f'`buffer` must be "device", "host" or "gmpy2"; got {self.buffer!r}.')
         if self.driver not in (None, "scan", "host"):
             raise ValueError(f'`driver` must be "scan", "host" or None; got {self.driver!r}.')
-        if self.buffer == "gmpy2" and self.driver == "scan":
-            raise ValueError('buffer="gmpy2" lives in Python and needs driver="host" (or None); got driver="scan".')
+        if self.buffer != "device" and self.driver == "scan":
+            raise ValueError(f'buffer="{self.buffer}" needs Python between the steps, driver="host" (or None); got "scan".')
+        if self.buffer != "device" and self.capacity is not None:
+            raise ValueError(f'buffer="{self.buffer}" grows as it must; `capacity` is for buffer="device".')
         if self.progress is not None and (self.driver != "host" or not callable(self.progress)):
             raise ValueError('`progress` is a function of (direction, steps done, steps), and needs driver="host".')
         if self.capacity is not None and (not isinstance(self.capacity, int) or self.capacity < 0):
@@ -66,7 +70,7 @@ class Reversible:
 
     @property
     def driver_name(self) -> str | None:
-        return "host_eager" if self.buffer == "gmpy2" else self.driver
+        return {"device": self.driver, "host": "host", "gmpy2": "host_eager"}[self.buffer]
 
     def run(self, problem: Problem, inputs: Inputs) -> Outcome:
         if probing():
@@ -175,8 +179,8 @@ def settled_driver(problem: Problem, *arrays: Any) -> Problem:
     if problem.driver != "scan" and not known:
         cure = "" if problem.source is not None else ', or take hg.Reversible(driver="scan")'
         raise ValueError(
-            'driver="host", hg.host_batches and buffer="gmpy2" run training from Python and cannot be traced by jax.jit or '
-            f"jax.vmap. Call it outside of them (hg.optimize(..., jit=False)){cure}."
+            'driver="host", buffer="host" or "gmpy2", and hg.host_batches run training from Python, which cannot be traced '
+            f"by jax.jit or jax.vmap. Call it outside of them (hg.optimize(..., jit=False)){cure}."
         )
     return problem
 
@@ -198,7 +202,13 @@ def _forward(problem: Problem, capacity: dict[str, int] | None, inputs: Inputs) 
 
 def _forward_pass(problem: Problem, capacity: tuple[Any, ...] | None, inputs: Inputs) -> tuple[Outcome, Exact]:
     plan, state = problem.beside(_begin, inputs.values, inputs.h, static=(capacity,))
-    end, losses, magnitudes = forward(problem, inputs, state, turns_of(plan))
+    if problem.shelved and capacity is not None:
+        shelves = {name: [shelf.Shelf() for _ in leaves] for name, leaves in plan.items()}
+        pause, capacity = shelf.keep(plan, shelves), None
+        end, losses, magnitudes = forward(problem, inputs, state, shelf.unslotted(turns_of(plan)), pause)
+        end = shelf.shelved(end, shelves)
+    else:
+        end, losses, magnitudes = forward(problem, inputs, state, turns_of(plan))
     outcome = problem.beside(_outcome, inputs.values, inputs.h, plan, end.z, losses, magnitudes, static=(capacity,))
     return outcome, end
 
@@ -235,18 +245,22 @@ def _backward(problem: Problem, inputs: Inputs, end: Exact, dvalues: Any, dlosse
 def _backward_pass(
     problem: Problem, with_theta: bool, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any
 ) -> tuple[tuple[Any, Any, Any], Array, dict[str, Array] | None]:
-    turns, zero = problem.beside(_begin_back, inputs, dvalues, static=(with_theta,))
-    back = reverse(problem, inputs, end, turns, zero, dlosses)
+    plan, zero = problem.beside(_begin_back, inputs, dvalues, static=(with_theta,))
+    if problem.shelved:
+        end, shelves = shelf.unshelved(end)
+        back = reverse(problem, inputs, end, shelf.unslotted(turns_of(plan)), zero, dlosses, shelf.bring(plan, shelves))
+    else:
+        back = reverse(problem, inputs, end, turns_of(plan), zero, dlosses)
     gradients, intact = problem.beside(_gradients, inputs, back)
     return gradients, intact, back.norms
 
 
 def _begin_back(problem: Problem, with_theta: bool, inputs: Inputs, dvalues: Any) -> tuple[Any, Cotangents]:
-    """The turns, and the cotangents of what comes out."""
+    """When buffers spill, and the cotangents of what comes out."""
     dz = {name: [d.astype(t) for d, t in zip(ds, problem.rule.dtypes, strict=True)] for name, ds in dvalues.items()}
     dtheta = jax.tree.map(jnp.zeros_like, inputs.theta) if with_theta else None
     dh = [{k: jnp.zeros_like(x) for k, x in hj.items()} for hj in inputs.h]
-    return turns_of(schedules(problem, inputs.h)), Cotangents(dz, dh, dtheta)
+    return schedules(problem, inputs.h), Cotangents(dz, dh, dtheta)
 
 
 def _gradients(problem: Problem, inputs: Inputs, back: Reversed) -> tuple[tuple[Any, Any, Any], Array]:
@@ -273,7 +287,9 @@ def _capacities(problem: Problem, h: Any, capacity: int | None) -> dict[str, int
     guess = lambda link: max(math.ceil(problem.steps * link.bits_a_step / WORD_BITS), at_least)  # noqa: E731  until told
     result = {}
     for link, known in zip(problem.rule.chain, problem.words, strict=True):
-        if link.decay and capacity is not None:
+        if link.decay and problem.shelved:
+            result[link.name] = shelf.CAPACITY
+        elif link.decay and capacity is not None:
             result[link.name] = capacity
         elif link.decay and concrete(h):
             result[link.name] = max(_exact_words(problem, link, hj) for hj in h)

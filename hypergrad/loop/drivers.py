@@ -8,7 +8,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +33,20 @@ class Named:
         return self.body(consts, carry, x)
 
 
+class Pause(NamedTuple):
+    """What Python does before some steps."""
+
+    steps: Collection[int] = ()
+    action: Callable[[int, Any], Any] = lambda t, carry: carry  # (t, carry) -> carry
+
+
 @dataclasses.dataclass(frozen=True)
 class Between:
     """What a host loop does between its steps."""
 
     feed: Callable[[int], list[Any]] | None = None  # t -> the last `fed` leaves of `consts`, for step t
     fed: int = 0
-    pauses: Collection[int] = ()
-    pause: Callable[[int, Any], Any] = lambda t, carry: carry  # before each step t of `pauses`
+    pause: Pause = Pause()
     progress: Progress | None = None  # called at the start, now and then, and at the end
 
 
@@ -76,8 +82,8 @@ def host(
         (traced.key, len(leaves), reverse), lambda: functools.partial(_step, traced, reverse), donate=(2,)
     )
     for t in _watched(between, steps, reverse, lambda: moving[0]):  # noqa: B023 (whatever it is by then)
-        if t in between.pauses:
-            carry = between.pause(t, jax.tree.unflatten(tree, moving[1]))
+        if t in between.pause.steps:
+            carry = between.pause.action(t, jax.tree.unflatten(tree, moving[1]))
             moving = moving[0], jax.tree.leaves(carry), moving[2]
         if between.feed is not None:
             fed = between.feed(t)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.exact import largest
+from hypergrad.loop.drivers import Pause
 from hypergrad.loop.problem import Inputs, Problem, join_steps, split
 from hypergrad.loop.step import Exact, settled, step
 
@@ -19,7 +20,9 @@ class Forward(NamedTuple):
     magnitudes: Array  # float32 [steps + 1, links, leaves]: max |z| before the first and after each step
 
 
-def forward(problem: Problem, inputs: Inputs, state: Exact, turns: dict[str, list[Any]]) -> Forward:
+def forward(
+    problem: Problem, inputs: Inputs, state: Exact, turns: dict[str, list[Any]], pause: Pause | None = None
+) -> Forward:
     """Train: `step` for t = 0..steps-1 from `state`. Call it inside `jax.enable_x64(True)`."""
     constant, stepped = problem.beside(split, inputs.h)
     gradient = problem.maybe_jit(problem.gradient)
@@ -28,7 +31,7 @@ def forward(problem: Problem, inputs: Inputs, state: Exact, turns: dict[str, lis
         return train_step(problem, gradient, consts, state, x)
 
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns)
-    end, (losses, entering, others) = problem.run(body, (constant, inputs.theta, inputs.frozen), state, xs)
+    end, (losses, entering, others) = problem.run(body, (constant, inputs.theta, inputs.frozen), state, xs, pause=pause)
     return Forward(end, losses, problem.beside(in_order, state, end, entering, others))
 
 

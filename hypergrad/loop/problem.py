@@ -76,6 +76,7 @@ class Problem:
     probed: bool = False  # whether the reverse pass also gives the norms of its cotangents
     source: HostBatches | None = None  # of batches that Python loads, for host drivers
     progress: drivers.Progress | None = None  # told by host drivers how far they are
+    shelved: bool = False  # whether spilled words go to host memory
 
     def isolated(self) -> "Problem":
         """The same run, its gradients compiled apart from what surrounds them."""
@@ -108,7 +109,9 @@ class Problem:
             value, g = jax.value_and_grad(self.value)(w, theta, frozen, batch)
         return value, settled(g)
 
-    def run(self, body: drivers.Body, consts: Any, carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
+    def run(
+        self, body: drivers.Body, consts: Any, carry: Any, xs: Any, reverse: bool = False, pause: drivers.Pause | None = None
+    ) -> tuple[Any, Any]:
         """The body over all steps: a function of (consts, carry, x) that closes over nothing but what the problem fixes."""
         if self.driver == "scan":
             return drivers.scan(body, consts, carry, xs, reverse)
@@ -118,7 +121,8 @@ class Problem:
         same = dataclasses.replace(self, source=None, progress=None)
         named = drivers.Named(body, (body.__code__, same))
         loop = drivers.host if self.driver == "host" else drivers.host_eager
-        return loop(named, consts, carry, xs, reverse, drivers.Between(feed, fed, progress=self.progress))
+        between = drivers.Between(feed, fed, pause or drivers.Pause(), self.progress)
+        return loop(named, consts, carry, xs, reverse, between)
 
     def beside(self, function: Callable[..., Any], *args: Any, static: tuple[Any, ...] = ()) -> Any:
         """function(problem, *static, *args), which calls no function of the user: one program where Python runs the loop."""
