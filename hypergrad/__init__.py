@@ -22,6 +22,7 @@ from hypergrad.adjoints import Checkpointed as Checkpointed
 from hypergrad.adjoints import Reversible as Reversible
 from hypergrad.adjoints import Unrolled as Unrolled
 from hypergrad.batches import full_batch as full_batch
+from hypergrad.batches import host_batches as host_batches
 from hypergrad.batches import minibatches as minibatches
 from hypergrad.batches import stacked as stacked
 from hypergrad.errors import BufferFullError as BufferFullError
