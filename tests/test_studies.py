@@ -22,6 +22,12 @@ RATE = FloatDistribution(1e-3, 10.0, log=True)
 SHIFT = FloatDistribution(-1.0, 3.0)
 
 
+@pytest.fixture(autouse=True)
+def without_exploration(monkeypatch):
+    """One chain after the other."""
+    monkeypatch.setattr(_chains, "EXPLORATION", 10**6)
+
+
 def valley(rate, shift):
     return (jnp.log(rate) + 1) ** 2 + (shift - 0.5) ** 2 + jnp.log(rate) * shift
 

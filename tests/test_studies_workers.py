@@ -15,6 +15,7 @@ import pytest
 from optuna.trial import TrialState
 
 import hypergrad as hg
+from experiments import optuna_quickstart
 from experiments.benchmarks import kill_workers, sampler_overhead
 
 
@@ -151,4 +152,9 @@ def test_optuna_draws_the_study(finished, plot):
 
 
 def test_a_chain_step_of_many_parameters_is_one_chain():
-    sampler_overhead.main(sampler_overhead.Config(parameters=20, trials=2))  # asserts that each step follows the last
+    sampler_overhead.main(sampler_overhead.Config(parameters=21, trials=4))  # asserts that each step follows the last
+
+
+def test_the_script_before_and_after_two_lines():
+    found = optuna_quickstart.main(optuna_quickstart.Config(trials=6, steps=4))
+    assert [len(curve) for curve in found.values()] == [6, 6] and np.isfinite(found["after"]).all()

@@ -19,8 +19,10 @@ STARTS = 4  # points of the inner sampler before the first descent, unless the u
 PATIENCE = 8  # a chain has stalled when so many steps gave less than TOLERANCE of all that it has gained
 TOLERANCE = 0.002
 ATTEMPTS = 3  # at one step, each a quarter of the one before, until the chain is given up
-EXPLORATION = 4  # every so many trials go to the inner sampler while there is something that only it can choose
-OVERDUE = 3.0  # a running trial that has taken so many median durations may be redone
+EXPLORATION = 4  # every so many trials the inner sampler has its turn, while there is something that only it can choose
+GUESSED = 20  # or at most so many numbers: beyond that a guess is no match for a gradient
+OVERDUE = 3.0  # a running trial that has taken so many median durations, and GRACE seconds, may be redone
+GRACE = 1.0
 
 
 class Chain(NamedTuple):
@@ -97,7 +99,7 @@ def chosen(trials: list[FrozenTrial], sign: float, now: datetime.datetime) -> Ch
     chains = rebuilt(trials)
     if not chains or _still_starting(trials, chains) or _time_to_explore(trials, chains):
         return None
-    overdue = now - datetime.timedelta(seconds=OVERDUE * _median_seconds(trials))
+    overdue = now - datetime.timedelta(seconds=max(GRACE, OVERDUE * _median_seconds(trials)))
     descents = [list(itertools.accumulate(chain.values(sign), min)) for chain in chains]
     live = []
     for chain, lowest in zip(chains, descents, strict=True):
@@ -128,8 +130,9 @@ def _still_starting(trials: list[FrozenTrial], chains: list[Chain]) -> bool:
 def _time_to_explore(trials: list[FrozenTrial], chains: list[Chain]) -> bool:
     last = chains[-1].head
     derived = set(_marks.gradient_names(last) or ())
-    chosen_by_inner = (name for name, d in last.distributions.items() if not d.single())
-    if all(name in derived and is_free(last, name) for name in chosen_by_inner):
+    guessed = [name for name, distribution in last.distributions.items() if not distribution.single()]
+    only_inner = any(name not in derived or not is_free(last, name) for name in guessed)
+    if not guessed or (not only_inner and len(guessed) > GUESSED):
         return False
     links = [_marks.read_link(trial) for trial in trials[-EXPLORATION + 1 :]]
     return all(link is not None and link.step > 0 for link in links)
