@@ -8,6 +8,7 @@ import json
 import random
 import warnings
 
+import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import optuna
@@ -155,6 +156,15 @@ def test_a_chain_step_of_many_parameters_is_one_chain():
     sampler_overhead.main(sampler_overhead.Config(parameters=21, trials=4))  # asserts that each step follows the last
 
 
+@pytest.fixture
+def quick_compilation():
+    """A miniature takes its time to compile, not to run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.usefixtures("quick_compilation")
 def test_the_script_before_and_after_two_lines():
     found = optuna_quickstart.main(optuna_quickstart.Config(trials=6, steps=4))
     assert [len(curve) for curve in found.values()] == [6, 6] and np.isfinite(found["after"]).all()
