@@ -5,6 +5,7 @@ Arrays that a function closes over are no part of a program: they are its argume
 """
 
 import collections
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -68,7 +69,7 @@ def program(key: Hashable, make: Callable[[], Callable[..., Any]], donate: tuple
     """The compiled `make()` of the first call with this key."""
     with _LOCK:
         if key not in _PROGRAMS:
-            _PROGRAMS[key] = jax.jit(make(), donate_argnums=donate)
+            _PROGRAMS[key] = jax.jit(make(), donate_argnums=donate, compiler_options=compiler_options())
             while len(_PROGRAMS) > KEPT:
                 _PROGRAMS.popitem(last=False)
         _PROGRAMS.move_to_end(key)
@@ -81,6 +82,26 @@ def call(jitted: Any, statics: tuple[Any, ...], *args: Any) -> Any:
     run = program(traced.key, lambda: traced.__call__)
     leaves = run(traced.constants, jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(traced.out), leaves)
+
+
+# Measured in docs/performance.md: fewer copies of what a loop carries, and all lanes of the processor.
+_FOR_CPU = {"xla_cpu_copy_insertion_use_region_analysis": True, "xla_cpu_prefer_vector_width": 512}
+
+
+@functools.cache
+def compiler_options() -> dict[str, Any] | None:
+    """How `hg.optimize` has XLA compile, for an outermost `jax.jit` of your own: jax.jit(f, compiler_options=this).
+
+    On CPUs: loops copy less of what they carry, and vectors are as wide as the processor's. None elsewhere, or where XLA
+    does not know these options. JAX takes none for a jit inside of another.
+    """
+    if jax.default_backend() != "cpu":
+        return None
+    try:
+        jax.jit(lambda: 0, compiler_options=_FOR_CPU)()
+    except jax.errors.JaxRuntimeError:  # another version of XLA may not know them
+        return None
+    return dict(_FOR_CPU)
 
 
 def contains(jaxpr: Jaxpr, primitive: str) -> bool:
