@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 
-KEPT = 64  # programs; the least recently used goes first
+KEPT = 128  # programs; the least recently used goes first
 
 
 class Traced(NamedTuple):
