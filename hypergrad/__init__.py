@@ -1,5 +1,7 @@
 """Exact hypergradients: train a JAX model, run the training backwards bit for bit, learn its hyperparameters."""
 
+import importlib
+
 from hypergrad import callbacks as callbacks
 from hypergrad import plots as plots
 from hypergrad import testing as testing
@@ -59,6 +61,8 @@ _NOT_REVERSIBLE = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "studies":  # optuna takes its time to import, and not everybody has it
+        return importlib.import_module("hypergrad.studies")
     if name in _NOT_REVERSIBLE:
         raise AttributeError(
             f"hg.{name} does not exist: the rule has no exact inverse. Its step adds to the parameters something made of "

@@ -208,14 +208,14 @@ def _paths(name: str, tree: Any) -> list[tuple[str, Any]]:
 
 def _words_known(optimizer: Optimizer, link: Link, params: Any, steps: int) -> int | None:
     """Buffer words per parameter where a decay is a concrete field, even if all else is traced."""
-    values = getattr(optimizer.layers[-1], link.decay, None) if link.decay else None
+    rule, decay = optimizer.layers[-1], str(link.decay)
+    values = getattr(rule, decay, None)
     if values is None or not concrete(values):
         return None
     shapes = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
-    rule = optimizer.layers[-1]
 
     def numerators(values: Any) -> list[Array]:
-        rows = expand(eqx.tree_at(lambda r: getattr(r, link.decay), rule, values), shapes, steps, only=(link.decay,))
+        rows = expand(eqx.tree_at(lambda rule: getattr(rule, decay), rule, values), shapes, steps, only=(decay,))
         return [link_numerators(link, h, steps) for h in rows]
 
     with jax.ensure_compile_time_eval(), jax.enable_x64(True):

@@ -17,7 +17,7 @@ from hypergrad import _programs as programs
 from hypergrad._report import current_ledger, mask, probing, surface, trace
 from hypergrad.adjoints.backward import Cotangents, Reversed, reverse
 from hypergrad.errors import OK, REVERSAL, Status
-from hypergrad.exact import WORD_BITS, words_needed
+from hypergrad.exact import PUBLIC_WORD_BITS, WORD_BITS, words_needed
 from hypergrad.loop import shelf
 from hypergrad.loop.forward import forward
 from hypergrad.loop.problem import Inputs, Problem, schedules, turns_of
@@ -30,7 +30,7 @@ from hypergrad.optimizers.expand import concrete, first_true, link_numerators
 class Reversible:
     """Reverse the run bit for bit and recompute what the derivative needs (thesis, Algorithms 6 and 7).
 
-    Memory: 8 bytes per link and parameter, 8 more per decaying link, log2(1/decay) bits per step, and one step's
+    Memory: 8 bytes per link and parameter, 6 more per decaying link, log2(1/decay) bits per step, and one step's
     activations. First derivatives only: for second ones take `Unrolled`.
 
     capacity: 32-bit words per parameter for the lost digits; None: exactly as many as needed where the decays are known
@@ -282,15 +282,16 @@ def _certificate(forward: Status, intact: Array) -> Status:
 
 
 def _capacities(problem: Problem, h: Any, capacity: int | None) -> dict[str, int]:
-    """Words per parameter to allocate, for each link that decays."""
-    at_least = ledger.capacity if (ledger := current_ledger()) else 0
+    """Words of the buffer per parameter to allocate, for each link that decays."""
+    own = PUBLIC_WORD_BITS // WORD_BITS
+    at_least = own * ledger.capacity if (ledger := current_ledger()) else 0
     guess = lambda link: max(math.ceil(problem.steps * link.bits_a_step / WORD_BITS), at_least)  # noqa: E731  until told
     result = {}
     for link, known in zip(problem.rule.chain, problem.words, strict=True):
         if link.decay and problem.shelved:
             result[link.name] = shelf.CAPACITY
         elif link.decay and capacity is not None:
-            result[link.name] = capacity
+            result[link.name] = own * capacity
         elif link.decay and known is not None:
             result[link.name] = known
         elif link.decay:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.exact import Schedule
+from hypergrad.exact import DEVICE, Schedule
 from hypergrad.loop.drivers import Pause
 from hypergrad.loop.step import Exact, Turns
 
@@ -78,7 +78,7 @@ def shelved(end: Exact, shelves: dict[str, list[Shelf]]) -> Exact:
 def unshelved(end: Exact) -> tuple[Exact, dict[str, list[Shelf]]]:
     """The inverse of `shelved`."""
     shelves = {name: [b.stack for b in leaves] for name, leaves in end.buffers.items()}
-    empty = lambda head: jnp.zeros((CAPACITY + 1, *head.shape), jnp.uint32)  # noqa: E731
+    empty = lambda head: DEVICE.empty(head.shape, CAPACITY).stack  # noqa: E731
     buffers = {name: [b._replace(stack=empty(b.head)) for b in leaves] for name, leaves in end.buffers.items()}
     return end._replace(buffers=buffers), shelves
 
