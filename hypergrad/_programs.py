@@ -32,6 +32,10 @@ class Traced(NamedTuple):
         """What it returns, flat: of its own constants, or of those of a function with the same key."""
         return jax.core.eval_jaxpr(self.jaxpr, constants, *leaves)
 
+    def whole(self, leaves: list[Any]) -> Any:
+        """The tree of what it returns."""
+        return jax.tree.unflatten(jax.tree.structure(self.out), leaves)
+
 
 class Key:
     """A nested tuple that hashes once."""
@@ -64,11 +68,11 @@ def trace(jitted: Any, *args: Any) -> Traced:
     return Traced(closed.jaxpr, *_TRACED[closed], traced.out_info)
 
 
-def program(key: Hashable, make: Callable[[], Callable[..., Any]], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
-    """The compiled `make()` of the first call with this key."""
+def kept(key: Hashable, make: Callable[[], Any]) -> Any:
+    """What `make` made at the first call with this key."""
     with _LOCK:
         if key not in _PROGRAMS:
-            _PROGRAMS[key] = jax.jit(make(), donate_argnums=donate)
+            _PROGRAMS[key] = make()
             while len(_PROGRAMS) > KEPT:
                 _PROGRAMS.popitem(last=False)
         _PROGRAMS.move_to_end(key)
@@ -78,9 +82,17 @@ def program(key: Hashable, make: Callable[[], Callable[..., Any]], donate: tuple
 def call(jitted: Any, statics: tuple[Any, ...], *args: Any) -> Any:
     """jitted(*statics, *args), compiled once for all functions that trace to the same program."""
     traced = trace(jitted, *statics, *args)
-    run = program(traced.key, lambda: traced.__call__)
-    leaves = run(traced.constants, jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(traced.out), leaves)
+    run = kept(traced.key, lambda: jax.jit(traced.__call__))
+    return traced.whole(run(traced.constants, jax.tree.leaves(args)))
+
+
+def ahead(jitted: Any, *args: Any) -> Callable[..., Any]:
+    """jitted, compiled now for arguments like these: what it returns depends on no setting of the thread that calls it."""
+    traced, leaves = trace(jitted, *args), jax.tree.leaves(args)
+    places = tuple(getattr(x, "sharding", None) for x in leaves)
+    compile_ = lambda: jax.jit(traced.__call__).lower(traced.constants, leaves).compile()  # noqa: E731
+    run = kept((traced.key, places), compile_)
+    return lambda *args: traced.whole(run(traced.constants, jax.tree.leaves(args)))
 
 
 def contains(jaxpr: Jaxpr, primitive: str) -> bool:
