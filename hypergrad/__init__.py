@@ -18,6 +18,7 @@ from hypergrad._meta_loop import Result as Result
 from hypergrad._optimize import hypergradient as hypergradient
 from hypergrad._optimize import optimize as optimize
 from hypergrad._optimize import restarts as restarts
+from hypergrad._programs import compiler_options as compiler_options
 from hypergrad._train import Trained as Trained
 from hypergrad._train import train as train
 from hypergrad.adjoints import Checkpointed as Checkpointed

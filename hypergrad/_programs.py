@@ -5,6 +5,7 @@ Arrays that a function closes over are no part of a program: they are its argume
 """
 
 import collections
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -31,6 +32,10 @@ class Traced(NamedTuple):
     def __call__(self, constants: list[Any], leaves: list[Any]) -> list[Any]:
         """What it returns, flat: of its own constants, or of those of a function with the same key."""
         return jax.core.eval_jaxpr(self.jaxpr, constants, *leaves)
+
+    def alone(self) -> "Traced":
+        """The program without the arrays of the function that it was traced from, to be kept."""
+        return self._replace(constants=[])
 
     def whole(self, leaves: list[Any]) -> Any:
         """The tree of what it returns."""
@@ -79,10 +84,15 @@ def kept(key: Hashable, make: Callable[[], Any]) -> Any:
         return _PROGRAMS[key]
 
 
+def compiled(function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Any:
+    """`jax.jit` of an outermost function."""
+    return jax.jit(function, donate_argnums=donate, compiler_options=compiler_options())
+
+
 def call(jitted: Any, statics: tuple[Any, ...], *args: Any) -> Any:
     """jitted(*statics, *args), compiled once for all functions that trace to the same program."""
     traced = trace(jitted, *statics, *args)
-    run = kept(traced.key, lambda: jax.jit(traced.__call__))
+    run = kept(traced.key, lambda: compiled(traced.alone().__call__))
     return traced.whole(run(traced.constants, jax.tree.leaves(args)))
 
 
@@ -90,9 +100,29 @@ def ahead(jitted: Any, *args: Any) -> Callable[..., Any]:
     """jitted, compiled now for arguments like these: what it returns depends on no setting of the thread that calls it."""
     traced, leaves = trace(jitted, *args), jax.tree.leaves(args)
     places = tuple(getattr(x, "sharding", None) for x in leaves)
-    compile_ = lambda: jax.jit(traced.__call__).lower(traced.constants, leaves).compile()  # noqa: E731
+    compile_ = lambda: compiled(traced.alone().__call__).lower(traced.constants, leaves).compile()  # noqa: E731
     run = kept((traced.key, places), compile_)
     return lambda *args: traced.whole(run(traced.constants, jax.tree.leaves(args)))
+
+
+# Measured in docs/performance.md: fewer copies of what a loop carries, and all lanes of the processor.
+_FOR_CPU = {"xla_cpu_copy_insertion_use_region_analysis": True, "xla_cpu_prefer_vector_width": 512}
+
+
+@functools.cache
+def compiler_options() -> dict[str, Any] | None:
+    """How `hg.optimize` has XLA compile, for an outermost `jax.jit` of your own: jax.jit(f, compiler_options=this).
+
+    On CPUs: loops copy less of what they carry, and vectors are as wide as the processor's. None elsewhere, or where XLA
+    does not know these options. JAX takes none for a jit inside of another.
+    """
+    if jax.default_backend() != "cpu":
+        return None
+    try:
+        jax.jit(lambda: 0, compiler_options=_FOR_CPU)()
+    except jax.errors.JaxRuntimeError:  # another version of XLA may not know them
+        return None
+    return dict(_FOR_CPU)
 
 
 def contains(jaxpr: Jaxpr, primitive: str) -> bool:
@@ -110,8 +140,18 @@ def _inner(value: Any) -> Iterator[Jaxpr]:
             yield from _inner(x)
 
 
-# Of custom derivatives only the function itself is left to run; names are for people.
-_NO_PART = {"name", "jvp", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "num_consts_in_bwd", "debug_info"}
+# Of custom derivatives and batching rules only the function itself is left to run; names are for people.
+_NO_PART = {
+    "name",
+    "rule",
+    "jvp",
+    "jvp_jaxpr_fun",
+    "jvp_jaxpr_thunk",
+    "fwd_jaxpr_thunk",
+    "bwd",
+    "num_consts_in_bwd",
+    "debug_info",
+}
 
 
 def key_of(jaxpr: Jaxpr) -> Key:

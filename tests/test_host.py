@@ -223,6 +223,16 @@ def test_the_checksum_sees_one_bit():
         pull(jnp.ones_like(value))
 
 
+def test_arrays_of_a_loss_are_let_go():
+    data = jnp.ones(2)
+    alive = weakref.ref(data)
+    jax.grad(lambda p, data=data: final(loss=lambda p, _, b: loss(p, _, b + data), params=p))(PARAMS)
+    del data
+    jax.clear_caches()
+    gc.collect()
+    assert alive() is None
+
+
 def test_what_was_traced_is_let_go():
     class Row:
         data = np.zeros(2, np.float32)

@@ -37,7 +37,7 @@ PUBLIC = {
     "SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad",
     "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "Reversible", "Unrolled", "Checkpointed",
     "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots",
-    "hypergradient", "optimize", "restarts", "Result", "MetaStep", "callbacks",
+    "hypergradient", "optimize", "restarts", "compiler_options", "Result", "MetaStep", "callbacks",
     "check_reversal", "Certificate", "testing", "plots", "studies",
     "diagnose", "Diagnosis", "check_gradient", "GradientCheck", "check_smoothness", "Smoothness",
     "HypergradError", "ReversalError", "RangeError", "BufferFullError", "NonFiniteError",

@@ -128,7 +128,7 @@ def _build(road: Road, task: Task) -> tuple[Callable[[], Array], Any]:
     if road.loop:
         function = road.function(task)
         return lambda: jax.block_until_ready(function(rates)), None
-    compiled = jax.jit(lambda a: road.function(task, a)).lower(rates).compile()
+    compiled = jax.jit(lambda a: road.function(task, a), compiler_options=road.options()).lower(rates).compile()
     return lambda: jax.block_until_ready(compiled(rates)), compiled.memory_analysis().temp_size_in_bytes
 
 

@@ -50,13 +50,17 @@ class Road(NamedTuple):
     kind: str  # "plain": float training; "exact": on the grid; "elsewhere": not in JAX; "ours", "opponent": a hypergradient
     loop: bool = False  # function: task -> (rates -> result), run from Python; else (task, rates) -> result, compiled whole
     bytes: Callable[[], int] | None = None  # what runs have taken, where neither XLA nor this process knows
+    options: Callable[[], Any] = lambda: None  # for the compiler, where it is compiled whole
 
 
 ROADS = (
     Road("plain training, scan", opponents.plain, "plain"),
+    Road("plain training, scan, the same options", opponents.plain, "plain", options=hg.compiler_options),
     Road("plain training, loop", python_loops.plain, "plain", loop=True),
     Road("exact training, scan", exact_forward, "exact"),
+    Road("exact training, as hg.optimize compiles", exact_forward, "exact", options=hg.compiler_options),
     Road("hg.Reversible, scan", reversible, "ours"),
+    Road("hg.Reversible, as hg.optimize compiles", reversible, "ours", options=hg.compiler_options),
     Road("hg.Reversible, host", host_reversible, "ours", loop=True),
     Road("unroll", opponents.unrolled, "opponent"),
     Road("remat", opponents.remat, "opponent"),

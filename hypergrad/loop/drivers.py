@@ -78,7 +78,7 @@ def host(
     moving = _begin(steps - 1 if reverse else 0, steps, rows, leaves)
     fixed, fed = jax.tree.leaves(consts), []
     del fixed[len(fixed) - between.fed :]
-    make = lambda: jax.jit(functools.partial(_step, traced, reverse), donate_argnums=2)  # noqa: E731
+    make = lambda: programs.compiled(functools.partial(_step, traced.alone(), reverse), donate=(2,))  # noqa: E731
     step = programs.kept((traced.key, len(leaves), reverse), make)
     for t in _watched(between, steps, reverse, lambda: moving[0]):  # noqa: B023 (whatever it is by then)
         if t in between.pause.steps:
