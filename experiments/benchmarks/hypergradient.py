@@ -19,7 +19,7 @@ from experiments.benchmarks.workloads import WORKLOADS
 def line(row: Measured) -> str:
     memory = "" if row.bytes is None else f"{row.bytes / 2**20:9.1f}"
     spread = f"({min(row.ratios):.2f} to {max(row.ratios):.2f}, {len(row.ratios)} rounds)"
-    return f"{row.name:26s} {row.steps:6d} {row.ratio:8.2f} {statistics.median(row.seconds):9.3f} {memory:>9s}  {spread}"
+    return f"{row.name:46s} {row.steps:6d} {row.ratio:8.2f} {statistics.median(row.seconds):9.3f} {memory:>9s}  {spread}"
 
 
 def main() -> None:
@@ -37,11 +37,11 @@ def main() -> None:
         task = task._replace(learning_rate=1e-3)
     if arguments.steps:
         task = task._replace(steps=arguments.steps)
-    chosen = roads.roads_for(workload.loops)
+    chosen = roads.roads_for(workload.loops, workload.options)
     if arguments.only:
         chosen = [road for road in roads.ROADS if road.kind == "plain" or road.name in arguments.only]
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {workload.title}, {arguments.optimizer}, {task.steps}")
-    print(f"{'':26s} {'steps':>6s} {'x plain':>8s} {'seconds':>9s} {'MiB':>9s}")
+    print(f"{'':46s} {'steps':>6s} {'x plain':>8s} {'seconds':>9s} {'MiB':>9s}")
     for row in measure(task, chosen, Limits(arguments.rounds, arguments.seconds)):
         print(line(row), flush=True)
 
