@@ -119,7 +119,7 @@ class Schedules(Task):
         config = learning_rate_schedules.Config(data=data, steps=self.steps, hidden=() if tiny else (50, 50, 50))
         self.experiment = learning_rate_schedules.Experiment(config, learning_rate_schedules.load(data))
         self.start = {k: v for k, v in self.experiment.start().items() if k != "seed"}
-        self.title = f"{self.count:,} hyperparameters, {data}"
+        self.title = f"{self.count:,} hyperparameters, {data.replace('mnist', 'MNIST')}"
 
     def train(self, natural: Any, key: jax.Array) -> Any:
         arguments, options = self.experiment.arguments({**natural, "seed": 0}, key)
