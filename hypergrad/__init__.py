@@ -18,12 +18,14 @@ from hypergrad._meta_loop import Result as Result
 from hypergrad._optimize import hypergradient as hypergradient
 from hypergrad._optimize import optimize as optimize
 from hypergrad._optimize import restarts as restarts
+from hypergrad._programs import compiler_options as compiler_options
 from hypergrad._train import Trained as Trained
 from hypergrad._train import train as train
 from hypergrad.adjoints import Checkpointed as Checkpointed
 from hypergrad.adjoints import Reversible as Reversible
 from hypergrad.adjoints import Unrolled as Unrolled
 from hypergrad.batches import full_batch as full_batch
+from hypergrad.batches import host_batches as host_batches
 from hypergrad.batches import minibatches as minibatches
 from hypergrad.batches import stacked as stacked
 from hypergrad.errors import BufferFullError as BufferFullError

@@ -10,9 +10,10 @@ from jax import Array
 
 from hypergrad._train import set_up
 from hypergrad.adjoints import Reversible
+from hypergrad.adjoints.reversible import settled_driver
 from hypergrad.errors import OK
 from hypergrad.loop.forward import in_order, train_step
-from hypergrad.loop.problem import Inputs, Problem, join_steps, schedules, split_steps, turns_of
+from hypergrad.loop.problem import Inputs, Problem, join_steps, schedules, split, turns_of
 from hypergrad.loop.status import assess, most_words
 from hypergrad.loop.step import Exact, returned, settled, start, unstep
 
@@ -52,6 +53,7 @@ def check_reversal(
     Raises the `HypergradError` of a run that fails on its own (range, NaN); a failed reversal is a result, not an error.
     """
     problem, inputs, _ = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, True)
+    problem = settled_driver(problem, inputs)
     with jax.enable_x64(True):
         plan = schedules(problem, inputs.h)
         capacity = {link.name: int(most_words(plan)) for link in problem.rule.chain}
@@ -75,15 +77,15 @@ class _Trace(NamedTuple):
 
 def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
     rule = problem.rule
-    plan = schedules(problem, inputs.h)
-    constant, stepped = split_steps(inputs.h, problem.steps)
+    plan = problem.beside(schedules, inputs.h)
+    constant, stepped = problem.beside(split, inputs.h)
     gradient = problem.maybe_jit(problem.gradient)
     consts = (constant, inputs.theta, inputs.frozen)
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns_of(plan))
     words = dict(capacity)
 
     def forward(consts: Any, state: Exact, x: Any) -> Any:
-        prints = _state_print(rule, state), _batch_print(problem, inputs, x[0])
+        prints = _state_print(rule, state), _batch_print(problem, consts[-1], x[0])
         state, (loss, *magnitudes) = train_step(problem, gradient, consts, state, x)
         return state, (*prints, loss, *magnitudes)
 
@@ -100,7 +102,7 @@ def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
 
         losses: list[Array] = []
         state = unstep(rule, state, h, turns, again)
-        return state, (_state_print(rule, state), _batch_print(problem, inputs, t), losses[-1])
+        return state, (_state_print(rule, state), _batch_print(problem, frozen, t), losses[-1])
 
     first = start(rule, inputs.values, words)
     end, (states, batches, losses, entering, others) = problem.run(forward, consts, first, xs)
@@ -123,9 +125,9 @@ def _state_print(rule: Any, state: Exact) -> Array:
     return jnp.stack([jnp.stack([_prints(x) for x in state.z[link.name]]) for link in rule.chain])
 
 
-def _batch_print(problem: Problem, inputs: Inputs, t: Array) -> Array:
+def _batch_print(problem: Problem, frozen: list[Any], t: Array) -> Array:
     with jax.enable_x64(problem.x64):
-        batch = problem.assemble.batch(inputs.frozen, t)
+        batch = problem.assemble.batch(frozen, t)
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     leaves = [jax.random.key_data(x) if is_key(x) else jnp.asarray(x) for x in jax.tree.leaves(batch)]
     return _prints(leaves)

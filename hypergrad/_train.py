@@ -1,6 +1,7 @@
 """`train`: from a loss, parameters, an optimizer and batches to a run, checked at the door."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 from jax import Array
 
 from hypergrad import _door as door
+from hypergrad import _programs as programs
 from hypergrad._report import mask, surface
 from hypergrad.adjoints import Checkpointed, Reversible, Unrolled
+from hypergrad.batches import HostBatches, full_batch
 from hypergrad.errors import Status
 from hypergrad.exact import DEVICE, GMPY2, grid_range, words_needed
 from hypergrad.loop.problem import Inputs, Labels, Problem, Static
@@ -48,12 +51,13 @@ def train(
 
     loss(params, theta, batch) -> float scalar, pure. params: pytree of real float arrays. optimizer: `hg.SGD(...)` or
     another; its leaves are hyperparameters. batches: a pure function t (int32 scalar) -> batch, as `hg.minibatches`,
-    `hg.stacked`, `hg.full_batch` make them. theta: pytree handed to the loss; its float leaves are differentiated. steps:
-    int, may be left out where `batches` knows it. state: as in `Trained.state`, None for zeros. adjoint: how the
-    derivative is computed; the forward numbers are the same bit for bit. throw: raise a `HypergradError` when the run goes
-    wrong (under jit and vmap: from the compiled code); otherwise look at `Trained.status`.
+    `hg.stacked`, `hg.full_batch` make them, or `hg.host_batches`. theta: pytree handed to the loss; its float leaves are
+    differentiated. steps: int, may be left out where `batches` knows it. state: as in `Trained.state`, None for zeros.
+    adjoint: how the derivative is computed; the forward numbers are the same bit for bit. throw: raise a `HypergradError`
+    when the run goes wrong (under jit and vmap: from the compiled code); otherwise look at `Trained.status`.
 
-    Called outside of jax.jit, it compiles once per loss function: define that outside of loops, a new lambda is a new one.
+    Called outside of jax.jit, it traces once per loss function and compiles once per program: a new lambda with the same
+    operations and shapes finds the old one.
     Composes with jax.grad (params, optimizer, theta, state in; params, losses, state out), jax.jit and jax.vmap.
     """
     problem, inputs, trees = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, throw)
@@ -74,6 +78,9 @@ def set_up(
     params = door.check_params(params)
     steps = door.check_steps(steps, batches)
     theta = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (float, np.ndarray)) else x, theta)
+    source = batches if isinstance(batches, HostBatches) else None
+    if source is not None:
+        batches = full_batch(source.first)  # its place, where the driver puts the others
     assemble, theta_leaves, frozen = _take_apart(params, theta, batches)
     leaves, tree = jax.tree.flatten(params)
 
@@ -84,7 +91,10 @@ def set_up(
         with door.calling("loss(params, theta, batch)", *arguments):
             return loss(*arguments)
 
-    door.check_loss_value(jax.eval_shape(evaluate, leaves, theta_leaves, frozen, jax.ShapeDtypeStruct((), jnp.int32)))
+    t = jax.ShapeDtypeStruct((), jnp.int32)
+    door.check_pure(batches, assemble.batch, frozen, t)
+    program, value = jax.make_jaxpr(evaluate, return_shape=True)(leaves, theta_leaves, frozen, t)
+    door.check_loss_value(value)
     values = door.check_state(optimizer.chain, params, state)
     rule = Rule(
         optimizer.chain,
@@ -96,11 +106,44 @@ def set_up(
         not optimizer.linear or bool(adjoint.isolate),
         transforms(optimizer),
     )
+    h = prepared(optimizer, params, steps)
     words = tuple(_words_known(optimizer, link, params, steps) for link in optimizer.chain)
     x64 = jnp.result_type(float) == jnp.float64
     labels = _labels(rule, len(optimizer.layers) - 1, params, theta, batches)
-    problem = Problem(loss, assemble, rule, steps, adjoint.driver_name, x64, labels, words, throw)
-    return problem, Inputs(values, prepared(optimizer, params, steps), theta_leaves, frozen), tree
+    driver = _driver(adjoint, program.jaxpr, source)
+    problem = Problem(
+        loss,
+        assemble,
+        rule,
+        steps,
+        driver,
+        x64,
+        labels,
+        words,
+        throw,
+        source=source,
+        progress=adjoint.progress,
+        shelved=adjoint.buffer == "host",
+    )
+    return problem, Inputs(values, h, theta_leaves, frozen), tree
+
+
+def _driver(adjoint: Any, evaluation: Any, source: Any) -> str:
+    """What repeats the step: as asked for; or the host where it must, and where it may if a scan would be slower there.
+
+    XLA:CPU runs convolutions on all cores, but inside a scan on one.
+    """
+    if source is not None and adjoint.driver_name not in (None, "host", "host_eager"):
+        raise ValueError(
+            "hg.host_batches loads from Python while training runs, which a scan cannot: take adjoint=hg.Reversible() (or "
+            'driver="host"), or stack the batches with hg.stacked.'
+        )
+    if adjoint.driver_name is not None:
+        return adjoint.driver_name
+    if source is not None:
+        return "host"
+    cores = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+    return "either" if cores > 1 and programs.contains(evaluation, "conv_general_dilated") else "scan"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,11 +208,16 @@ def _paths(name: str, tree: Any) -> list[tuple[str, Any]]:
 
 def _words_known(optimizer: Optimizer, link: Link, params: Any, steps: int) -> int | None:
     """Buffer words per parameter where a decay is a concrete field, even if all else is traced."""
-    values = getattr(optimizer.layers[-1], link.decay, None) if link.decay else None
+    rule, decay = optimizer.layers[-1], str(link.decay)
+    values = getattr(rule, decay, None)
     if values is None or not concrete(values):
         return None
     shapes = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
+
+    def numerators(values: Any) -> list[Array]:
+        rows = expand(eqx.tree_at(lambda rule: getattr(rule, decay), rule, values), shapes, steps, only=(decay,))
+        return [link_numerators(link, h, steps) for h in rows]
+
     with jax.ensure_compile_time_eval(), jax.enable_x64(True):
-        rows = expand(optimizer, shapes, steps, only=(link.decay,))  # type: ignore[arg-type]
-        numerators = {np.asarray(link_numerators(link, h, steps)).tobytes() for h in rows}
-    return max(words_needed(np.frombuffer(n, np.int64), link.denominator) for n in numerators)
+        distinct = {np.asarray(n).tobytes() for n in programs.call(jax.jit(numerators), (), values)}
+    return max(words_needed(np.frombuffer(n, np.int64), link.denominator) for n in distinct)

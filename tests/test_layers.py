@@ -16,7 +16,7 @@ PACKAGE = pathlib.Path(hg.__file__).parent
 EXPERIMENTS = PACKAGE.parent / "experiments"
 
 # Importable by all of the rooms; themselves they import only each other and `exact`.
-GROUND = {"errors", "hypers", "schedules", "batches", "_report"}
+GROUND = {"_programs", "errors", "hypers", "schedules", "batches", "_report"}
 # Left to right: a room imports from its own and from rooms to its left.
 ROOMS = [
     {"exact"},
@@ -33,11 +33,11 @@ ROOMS = [
 PLACE = {name: place for place, room in enumerate(ROOMS) for name in room}
 
 PUBLIC = {
-    "train", "Trained", "PerStep", "minibatches", "stacked", "full_batch",
+    "train", "Trained", "PerStep", "minibatches", "stacked", "full_batch", "host_batches",
     "SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad",
     "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "Reversible", "Unrolled", "Checkpointed",
     "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots",
-    "hypergradient", "optimize", "restarts", "Result", "MetaStep", "callbacks",
+    "hypergradient", "optimize", "restarts", "compiler_options", "Result", "MetaStep", "callbacks",
     "check_reversal", "Certificate", "testing", "plots", "studies",
     "diagnose", "Diagnosis", "check_gradient", "GradientCheck", "check_smoothness", "Smoothness",
     "HypergradError", "ReversalError", "RangeError", "BufferFullError", "NonFiniteError",
@@ -178,7 +178,7 @@ def test_signatures_are_the_agreed_ones():
     assert names_of(hg.optimize)[:3] == ["train_fn", "val_fn", "hypers"]
     assert {"meta_steps", "meta_optimizer", "key", "callbacks", "jit", "skip_nonfinite"} <= set(names_of(hg.optimize))
     assert names_of(hg.minibatches) == ["data", "batch_size", "key", "replacement"]
-    assert names_of(hg.Reversible) == ["capacity", "fraction_bits", "driver", "buffer", "isolate"]
+    assert names_of(hg.Reversible) == ["capacity", "fraction_bits", "driver", "buffer", "isolate", "progress"]
     agreed = ["loss", "params", "optimizer", "batches", "theta", "steps", "state"]
     assert names_of(hg.check_reversal)[: len(agreed)] == agreed
     assert names_of(hg.studies.HypergradientSampler) == ["meta_optimizer", "inner_sampler", "seed"]

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.exact import decode
-from hypergrad.loop.problem import Inputs, Problem, join_steps, split_steps
+from hypergrad.loop.drivers import Pause
+from hypergrad.loop.problem import Inputs, Problem, join_steps, split
 from hypergrad.loop.step import (
     Exact,
     Hypers,
@@ -104,11 +105,19 @@ def pull_transforms(
     return jax.vjp(lambda *a: transformed(rule, *a), h, w, g)[1](u)
 
 
-def reverse(problem: Problem, inputs: Inputs, end: Exact, turns: Any, ct: Cotangents, dlosses: Array | None) -> Reversed:
+def reverse(
+    problem: Problem,
+    inputs: Inputs,
+    end: Exact,
+    turns: Any,
+    ct: Cotangents,
+    dlosses: Array | None,
+    pause: Pause | None = None,
+) -> Reversed:
     """From the last state to the first, and the cotangents of all inputs. Call it inside `jax.enable_x64(True)`."""
     rule = problem.rule
     *others, params = rule.chain
-    constant, stepped = split_steps(inputs.h, problem.steps)
+    constant, stepped = problem.beside(split, inputs.h)
     first_order = _first_order(problem, with_theta=ct.theta is not None)
     gradient = problem.maybe_jit(problem.gradient)
 
@@ -155,12 +164,17 @@ def reverse(problem: Problem, inputs: Inputs, end: Exact, turns: Any, ct: Cotang
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns, dlosses)
     carry = (end, (ct.z, jax.tree.map(jnp.zeros_like, constant), ct.theta))
     consts = (constant, inputs.theta, inputs.frozen)
-    (start, (dz, dconstant, dtheta)), (dstepped, losses, norms) = problem.run(body, consts, carry, xs, reverse=True)
-    dh = join_steps(jax.tree.map(lambda x: x[None], dconstant), dstepped)
-    dh = [{k: d.reshape(hj[k].shape) for k, d in dj.items()} for dj, hj in zip(dh, inputs.h, strict=True)]
+    (start, (dz, dconstant, dtheta)), (dstepped, losses, norms) = problem.run(body, consts, carry, xs, True, pause)
+    dh = problem.beside(_joined, dconstant, dstepped, inputs.h)
     if problem.probed:
         norms = jax.tree.map(lambda before, last: jnp.append(before, last), norms, _norms(ct.z))
     return Reversed(start, Cotangents(dz, dh, dtheta), losses, norms)
+
+
+def _joined(problem: Problem, dconstant: Hypers, dstepped: Hypers, h: Hypers) -> Hypers:
+    """The inverse of `split`: cotangents like h."""
+    dh = join_steps(dconstant, dstepped)
+    return [{k: d.reshape(hj[k].shape) for k, d in dj.items()} for dj, hj in zip(dh, h, strict=True)]
 
 
 def _first_order(problem: Problem, with_theta: bool) -> Callable[..., tuple[Any, Array]]:

@@ -4,6 +4,7 @@ Invariant: `Problem.batch` is one function of t, and `Problem.gradient` one of (
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
@@ -11,6 +12,7 @@ import equinox as eqx
 import jax
 from jax import Array
 
+from hypergrad.batches import HostBatches
 from hypergrad.exact import Schedule, behind_branch, schedule
 from hypergrad.loop import drivers
 from hypergrad.loop.step import Hypers, Rule, Values, settled
@@ -66,12 +68,15 @@ class Problem:
     assemble: Assemble
     rule: Rule
     steps: int
-    driver: str  # a name in `DRIVERS`
+    driver: str  # "scan", "host", "host_eager", or "either": the host where values are known, else the scan
     x64: bool  # the caller's setting: the user's functions run under it
     labels: Labels
     words: tuple[int | None, ...]  # per link: buffer words per parameter, where its decay is known beforehand
     throw: bool
     probed: bool = False  # whether the reverse pass also gives the norms of its cotangents
+    source: HostBatches | None = None  # of batches that Python loads, for host drivers
+    progress: drivers.Progress | None = None  # told by host drivers how far they are
+    shelved: bool = False  # whether spilled words go to host memory
 
     def isolated(self) -> "Problem":
         """The same run, its gradients compiled apart from what surrounds them."""
@@ -104,15 +109,36 @@ class Problem:
             value, g = jax.value_and_grad(self.value)(w, theta, frozen, batch)
         return value, settled(g)
 
-    def run(self, body: drivers.Body, consts: Any, carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
-        return DRIVERS[self.driver](body, consts, carry, xs, reverse)
+    def run(
+        self, body: drivers.Body, consts: Any, carry: Any, xs: Any, reverse: bool = False, pause: drivers.Pause | None = None
+    ) -> tuple[Any, Any]:
+        """The body over all steps: a function of (consts, carry, x) that closes over nothing but what the problem fixes."""
+        if self.driver == "scan":
+            return drivers.scan(body, consts, carry, xs, reverse)
+        feed, fed = None, 0
+        if self.source is not None:
+            feed, fed = functools.partial(self.source.leaves, steps=self.steps), len(self.source.like)
+        same = dataclasses.replace(self, source=None, progress=None)
+        named = drivers.Named(body, (body.__code__, same))
+        loop = drivers.host if self.driver == "host" else drivers.host_eager
+        between = drivers.Between(feed, fed, pause or drivers.Pause(), self.progress)
+        return loop(named, consts, carry, xs, reverse, between)
+
+    def beside(self, function: Callable[..., Any], *args: Any, static: tuple[Any, ...] = ()) -> Any:
+        """function(problem, *static, *args), which calls no function of the user: one program where Python runs the loop."""
+        if self.driver != "host":
+            return function(self, *static, *args)
+        shell = dataclasses.replace(self, loss=None, assemble=None, source=None, progress=None)  # type: ignore[arg-type]
+        return _beside(function, shell, static, *args)
 
     def maybe_jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Jit what the driver leaves in Python, so that both directions run the same programs."""
         return eqx.filter_jit(function) if self.driver == "host_eager" else function
 
 
-DRIVERS = {"scan": drivers.scan, "host": drivers.host, "host_eager": drivers.host_eager}
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _beside(function: Callable[..., Any], problem: Problem, static: tuple[Any, ...], *args: Any) -> Any:
+    return function(problem, *static, *args)
 
 
 def schedules(problem: Problem, h: Hypers) -> dict[str, list[Schedule]]:
@@ -133,6 +159,11 @@ def split_steps(h: Hypers, steps: int) -> tuple[Hypers, Hypers]:
     constant = [{k: _squeezed(x[0]) for k, x in hj.items() if x.shape[0] != steps} for hj in h]
     stepped = [{k: jax.vmap(_squeezed)(x) for k, x in hj.items() if x.shape[0] == steps} for hj in h]
     return constant, stepped
+
+
+def split(problem: Problem, h: Hypers) -> tuple[Hypers, Hypers]:
+    """`split_steps`, for `Problem.beside`."""
+    return split_steps(h, problem.steps)
 
 
 def join_steps(constant: Hypers, stepped: Hypers) -> Hypers:
