@@ -94,7 +94,8 @@ class Experiment:
     def _compile(self, choice: Choice, gradient: bool) -> Any:
         """Once for each choice; as it has another network, it is another program."""
         function = functools.partial(self.losses, choice)
-        return jax.jit(jax.value_and_grad(function, has_aux=True) if gradient else function)
+        function = jax.value_and_grad(function, has_aux=True) if gradient else function
+        return jax.jit(function, compiler_options=hg.compiler_options())
 
     def hybrid(self, trial: optuna.Trial) -> float:
         choice = suggested_choice(trial, self.config.depths)
