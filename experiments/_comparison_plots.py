@@ -37,3 +37,21 @@ def figure(group: Any) -> tuple[Any, str]:
     handles, labels = axes[0].get_legend_handles_labels()
     picture.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
     return picture, f"Best so far, {group.title}: median over seeds, and quartiles"
+
+
+def hybrid(found: dict[str, Any]) -> tuple[Any, str]:
+    """found: {name of a study: {"validation": lowest so far, "by_choice": {choice: (lowest, trials)}}}"""
+    picture, (left, right) = _plots.panels(2, size=(5.0, 3.6))
+    labels = sorted({label for row in found.values() for label in row["by_choice"]}, reverse=True)
+    for (name, row), colour, marker in zip(found.items(), _plots.COLOURS, "os", strict=False):
+        left.plot(range(1, len(row["validation"]) + 1), row["validation"], color=colour, label=name, drawstyle="steps-post")
+        for label, (lowest, trials) in row["by_choice"].items():
+            size = 12 + 6 * trials
+            right.scatter(lowest, labels.index(label), s=size, color=colour, marker=marker, alpha=0.7, linewidth=0)
+    left.set(yscale="log", xlabel="trial", ylabel="validation loss (nats)", title="best so far")
+    _plots.plain_log(left.yaxis)
+    left.legend()
+    right.set(xscale="log", xlabel="lowest validation loss (nats)", title="by choice; area: number of trials")
+    right.set_yticks(range(len(labels)), labels)
+    _plots.plain_log(right.xaxis)
+    return picture, "Depth, width and optimizer by TPE; constants by TPE, or schedules by their gradient"

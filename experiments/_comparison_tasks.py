@@ -20,6 +20,9 @@ from experiments import _data, _models, learning_rate_schedules, optuna_quicksta
 Bounds = tuple[float, float, bool]  # low, high, logarithmic
 
 
+_jit = functools.partial(jax.jit, compiler_options=hg.compiler_options())  # as `hg.optimize` compiles
+
+
 class Task:
     """Subclasses give `start` (a tree of domains), `bounds` by its first key, `train`, `losses`, `steps`, `title`."""
 
@@ -38,13 +41,13 @@ class Task:
     @functools.cached_property
     def value(self) -> Any:
         """(natural hypers, key) -> (validation, test), compiled."""
-        return jax.jit(lambda natural, key: self.losses(self.train(natural, key)))
+        return _jit(lambda natural, key: self.losses(self.train(natural, key)))
 
     @functools.cached_property
     def value_and_grad(self) -> Any:
         """(stored hypers, key) -> ((validation, test), hypergradient as stored), compiled."""
         both = lambda hypers, key: self.losses(self.train(hg.natural(hypers), key))  # noqa: E731
-        return jax.jit(jax.value_and_grad(both, has_aux=True))
+        return _jit(jax.value_and_grad(both, has_aux=True))
 
     @functools.cached_property
     def places(self) -> list[tuple[str, str, Any]]:
@@ -119,7 +122,7 @@ class Schedules(Task):
         config = learning_rate_schedules.Config(data=data, steps=self.steps, hidden=() if tiny else (50, 50, 50))
         self.experiment = learning_rate_schedules.Experiment(config, learning_rate_schedules.load(data))
         self.start = {k: v for k, v in self.experiment.start().items() if k != "seed"}
-        self.title = f"{self.count:,} hyperparameters, {data}"
+        self.title = f"{self.count:,} hyperparameters, {data.replace('mnist', 'MNIST')}"
 
     def train(self, natural: Any, key: jax.Array) -> Any:
         arguments, options = self.experiment.arguments({**natural, "seed": 0}, key)
