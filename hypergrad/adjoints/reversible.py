@@ -18,9 +18,10 @@ from hypergrad.adjoints.backward import Cotangents, reverse
 from hypergrad.errors import OK, REVERSAL, Status
 from hypergrad.exact import WORD_BITS, words_needed
 from hypergrad.loop.forward import forward
-from hypergrad.loop.problem import Inputs, Problem, schedules, turns_of
+from hypergrad.loop.problem import Inputs, Problem, begun, intact, schedules, turns_of
 from hypergrad.loop.status import Outcome, assess
-from hypergrad.loop.step import Exact, returned, start
+from hypergrad.loop.step import Exact
+from hypergrad.optimizers.chain import STATISTICS
 from hypergrad.optimizers.expand import concrete, first_true, link_numerators
 
 
@@ -88,6 +89,13 @@ class _Flag(eqx.Module):
     value: bool = eqx.field(static=True)
 
 
+class Wanted(NamedTuple):
+    """What somebody differentiates, known when the program is built."""
+
+    theta: bool
+    statistics: bool  # what they came to
+
+
 def _run_fwd(problem: Problem, capacity: int | None, *inputs: Any) -> tuple[Outcome, Residuals]:
     perturbed = Inputs(*jax.tree.map(lambda x: x.perturbed, inputs))
     arrays = Inputs(*jax.tree.map(lambda x: x.value, inputs))
@@ -108,8 +116,10 @@ def _run_bwd(problem: Problem, capacity: int | None, residuals: Residuals, ct: O
     inputs = residuals.inputs
     dvalues = jax.tree.map(_dense, ct.values, is_leaf=_is_zero)
     dlosses = None if _is_zero(ct.losses) else ct.losses
-    gradients, intact, norms = _backward(problem, inputs, residuals.end, dvalues, dlosses, residuals.with_theta.value)
-    status = _certificate(residuals.status, intact)
+    followed = not all(map(_is_zero, ct.values.get(STATISTICS, ())))
+    wanted = Wanted(residuals.with_theta.value, followed)
+    gradients, back, norms = _backward(problem, inputs, residuals.end, dvalues, dlosses, wanted)
+    status = _certificate(residuals.status, back)
     if problem.probed:
         trace(status, residuals.losses, norms)
     ok = surface(status, problem.throw)
@@ -152,6 +162,7 @@ def _batched_apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
         @run.def_vmap
         def batched(size: int, axes: Any, *a: Any) -> Any:
+            a, axes = _all_values(size, axes, a) if function is _jitted_forward else (a, axes)
             axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, axes)
             with jax.enable_x64(True):  # the rule may be called long after the context of the call is gone
                 apart = lambda *a: function(problem.isolated(), static, *a)  # noqa: E731
@@ -161,6 +172,18 @@ def _batched_apart(function: Callable[..., Any]) -> Callable[..., Any]:
         return run(*args)
 
     return wrapped
+
+
+def _all_values(size: int, axes: Any, arguments: Any) -> Any:
+    """The forward pass's arguments and their flags, with all initial values batched, as all values are on the way back.
+
+    What is batched may leave the parameters alone (the decay of a statistic does): their gradients would be computed once on
+    the way there and in a batch on the way back.
+    """
+    (inputs,), (batched,) = arguments, axes
+    each = lambda x, is_batched: x if is_batched else jnp.broadcast_to(x, (size, *x.shape))  # noqa: E731
+    values, flags = jax.tree.map(each, inputs.values, batched.values), jax.tree.map(lambda _: True, batched.values)
+    return (inputs._replace(values=values),), (batched._replace(values=flags),)
 
 
 def _forward(problem: Problem, capacity: dict[str, int] | None, inputs: Inputs) -> tuple[Outcome, Exact]:
@@ -175,12 +198,12 @@ def _forward(problem: Problem, capacity: dict[str, int] | None, inputs: Inputs) 
 
 
 def _forward_pass(problem: Problem, capacity: tuple[Any, ...] | None, inputs: Inputs) -> tuple[Outcome, Exact]:
-    names = {link.name: None for link in problem.rule.chain}
+    names = {link.name: None for _, link, _ in problem.links(inputs.h)}
     words: dict[str, int | None] = {**names, **dict(capacity or ())}
     plan = schedules(problem, inputs.h)
-    state = start(problem.rule, inputs.values, words)
+    state = begun(problem, inputs.values, words)
     end, losses, magnitudes = forward(problem, inputs, state, turns_of(plan))
-    values = {link.name: problem.rule.decoded(end.z, link) for link in problem.rule.chain}
+    values = {link.name: rule.decoded(end.z, link) for rule, link, _ in problem.links(inputs.h)}
     status = assess(problem, inputs.values, inputs.h, plan, magnitudes, losses, words)
     return Outcome(values, losses, status), end
 
@@ -188,25 +211,26 @@ def _forward_pass(problem: Problem, capacity: tuple[Any, ...] | None, inputs: In
 _jitted_forward = jax.jit(_forward_pass, static_argnums=(0, 1))
 
 
-def _backward(problem: Problem, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any, with_theta: bool) -> Any:
+def _backward(problem: Problem, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any, wanted: Wanted) -> Any:
     with jax.enable_x64(True):
         function = _once(_batched_apart(_jitted_backward) if problem.driver == "scan" else _backward_pass)
-        return function(problem, with_theta, inputs, end, dvalues, dlosses)
+        return function(problem, wanted, inputs, end, dvalues, dlosses)
 
 
 def _backward_pass(
-    problem: Problem, with_theta: bool, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any
+    problem: Problem, wanted: Wanted, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any
 ) -> tuple[tuple[Any, Any, Any], Array, dict[str, Array] | None]:
-    rule = problem.rule
-    dz = {name: [d.astype(t) for d, t in zip(ds, rule.dtypes, strict=True)] for name, ds in dvalues.items()}
-    dtheta = jax.tree.map(jnp.zeros_like, inputs.theta) if with_theta else None
+    dz = {}
+    for rule, link, _ in problem.links(inputs.h):
+        dz[link.name] = [d.astype(t) for d, t in zip(dvalues[link.name], rule.dtypes, strict=True)]
+    dtheta = jax.tree.map(jnp.zeros_like, inputs.theta) if wanted.theta else None
     dh = [{k: jnp.zeros_like(x) for k, x in hj.items()} for hj in inputs.h]
     turns = turns_of(schedules(problem, inputs.h))
-    first, ct, losses, norms = reverse(problem, inputs, end, turns, Cotangents(dz, dh, dtheta), dlosses)
-    intact = returned(rule, inputs.values, first) & jnp.isfinite(losses).all()
+    first, ct, losses, norms = reverse(problem, inputs, end, turns, Cotangents(dz, dh, dtheta), dlosses, wanted.statistics)
+    back = intact(problem, inputs.values, first) & jnp.isfinite(losses).all()
     gradients = jax.tree.map(lambda d, x: d.astype(x.dtype), ct.z, inputs.values)
     zeros = jax.tree.map(jnp.zeros_like, inputs.theta)
-    return (gradients, ct.h, zeros if ct.theta is None else ct.theta), intact, norms
+    return (gradients, ct.h, zeros if ct.theta is None else ct.theta), back, norms
 
 
 _jitted_backward = jax.jit(_backward_pass, static_argnums=(0, 1))
@@ -224,11 +248,11 @@ def _capacities(problem: Problem, h: Any, capacity: int | None) -> dict[str, int
     at_least = ledger.capacity if (ledger := current_ledger()) else 0
     guess = lambda link: max(math.ceil(problem.steps * link.bits_a_step / WORD_BITS), at_least)  # noqa: E731  until told
     result = {}
-    for link, known in zip(problem.rule.chain, problem.words, strict=True):
+    for (_, link, part), known in zip(problem.links(h), problem.words, strict=True):
         if link.decay and capacity is not None:
             result[link.name] = capacity
         elif link.decay and concrete(h):
-            result[link.name] = max(_exact_words(problem, link, hj) for hj in h)
+            result[link.name] = max(_exact_words(problem, link, hj) for hj in part)
         elif link.decay:
             result[link.name] = guess(link) if known is None else known
     return result
