@@ -15,6 +15,7 @@ from hypergrad.loop.forward import in_order, train_step
 from hypergrad.loop.problem import Inputs, Problem, begun, intact, join_steps, schedules, split_steps, turns_of
 from hypergrad.loop.status import assess, most_words
 from hypergrad.loop.step import Exact, settled, unfollow, unstep
+from hypergrad.optimizers.chain import PARAMS
 
 
 class Mismatch(NamedTuple):
@@ -30,10 +31,11 @@ class Certificate(NamedTuple):
 
     exact: bool  # every link back on its initial bits, every buffer empty
     first_mismatch: Mismatch | None
-    bits_per_parameter_step: float  # stored: spilled words and the part of the heads in use
+    bits_per_parameter_step: float  # stored: spilled words, and the part of the heads that digits of any kind could need
     ideal_bits_per_parameter_step: float  # mean of log2(1/decay)
     max_abs: float  # largest magnitude of any link at any step
     buffer_words: int  # 32-bit words per parameter spilled
+    content_bits_per_parameter_step: float  # the mean length of the integers that came to be stored, a part of the above
 
 
 def check_reversal(
@@ -57,13 +59,14 @@ def check_reversal(
         plan = schedules(problem, inputs.h)
         capacity = {link.name: int(most_words(plan)) for _, link, _ in problem.links(inputs.h)}
         run = _there_and_back if problem.driver != "scan" else jax.jit(_there_and_back, static_argnums=(0, 1))
-        status, back_on_bits, there, back = run(problem, tuple(capacity.items()), inputs)
+        status, content, back_on_bits, there, back = run(problem, tuple(capacity.items()), inputs)
     if int(status.code) != OK:
         raise status.worst().error()
     exact = bool(back_on_bits.all())
     mismatch = None if exact else _first_mismatch(problem, *(jax.tree.map(np.asarray, x) for x in (there, back)))
     largest = float(there.magnitudes.max())
-    return Certificate(exact, mismatch, float(status.bits), float(status.ideal_bits), largest, int(status.words))
+    bits, ideal, words = float(status.bits), float(status.ideal_bits), int(status.words)
+    return Certificate(exact, mismatch, bits, ideal, largest, words, float(content))
 
 
 class _Trace(NamedTuple):
@@ -110,7 +113,18 @@ def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
     last, (back_states, back_batches, again) = problem.run(backward, consts, end, xs, reverse=True)
     status = assess(problem, inputs.values, inputs.h, plan, magnitudes, losses, words)
     there, back = _Trace(states, batches, magnitudes), _Trace(back_states, back_batches, magnitudes)
-    return status, intact(problem, inputs.values, last) & jnp.isfinite(again).all(), there, back
+    exact = intact(problem, inputs.values, last) & jnp.isfinite(again).all()
+    return status, _content(problem, inputs, plan, end), exact, there, back
+
+
+def _content(problem: Problem, inputs: Inputs, plan: Any, end: Exact) -> Any:
+    """Bits per parameter and step that the integers in all buffers are long."""
+    total: Any = 0.0
+    for rule, link, _ in problem.links(inputs.h):
+        if link.decay:
+            rows = zip(inputs.values[link.name], end.buffers[link.name], plan[link.name], strict=True)
+            total += sum(x.size * rule.buffer.length(buffer, s.words) for x, buffer, s in rows)
+    return total / sum(x.size for x in inputs.values[PARAMS]) / problem.steps
 
 
 def _first_mismatch(problem: Problem, there: Any, back: Any) -> Mismatch:

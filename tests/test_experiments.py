@@ -20,7 +20,7 @@ from experiments import (
     schedule_gradient,
     toy_valley,
 )
-from experiments.benchmarks import hypergradient, long_reversal, opponents
+from experiments.benchmarks import hypergradient, long_reversal, opponents, optimizer_family
 
 
 def test_quickstart_learns_and_records(tmp_path, capsys):
@@ -93,6 +93,11 @@ def test_the_benchmark_catches_a_wrong_gradient():
 def test_long_reversal_is_exact_in_short():
     proof = long_reversal.certify(40)
     assert proof.exact and proof.first_mismatch is None
+
+
+def test_adam_beside_optax_in_short():
+    beside = optimizer_family.curve("Adam", "digits", 40, jnp.float32, optimizer_family.rounded, hidden=())
+    assert beside.loss <= 1e-4 and beside.update <= 1e-4 and beside.small <= 2
 
 
 @pytest.fixture
