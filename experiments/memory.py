@@ -6,8 +6,8 @@ A step with momentum gamma loses log2(1/gamma) bits of each velocity, and the bu
 at 0.98, against 32 for storing the state in single precision. So the thesis speaks of factors of about 200 and 1,000. Here
 the bits are measured for momenta from 0.5 to 0.999, by running training forward and back (each run is certified).
 
-The bits are not all there is. The buffer begins with 96 bits per parameter (an int64 head, and a slot for the word that
-leaves it next), and beside it stand the 64-bit integers of parameters and velocity, so the factor in memory depends on the
+The bits are not all there is. The buffer begins with 48 bits per parameter (a head of 32, and a slot for the 16 that
+leave it next), and beside it stand the 64-bit integers of parameters and velocity, so the factor in memory depends on the
 number of steps. The table says from how many steps on a factor of 200 or 1,000 holds for what the buffer occupies, its
 beginning included, and for buffer and state together.
 """
@@ -29,9 +29,8 @@ from experiments._plots import COLOURS, DASHES, GREY
 
 
 STORED = 32  # bits of a parameter in single precision, stored at each step instead
-WORD = 32  # bits per parameter of a word that has left the buffer's head
-HEAD = 64 + WORD  # the head, and the slot that mirrors its low word
-SPILLS_AT = 62 - 16  # bits of a head at which a word leaves: the next digit, of 16 bits, must still fit
+HEAD, HALF = 32, 16  # bits per parameter of the head, and of what leaves it at a time
+WORD = 2 * HALF  # the library counts what has left by 32 bits
 THESIS = {0.9: (0.152, 200), 0.98: (0.029, 1000)}  # momentum -> bits per parameter and step, factor
 STATE = 2 * 64  # bits per parameter of the integers of parameters and velocity
 
@@ -76,13 +75,13 @@ def _target(key: Array, like: Array, t: Array) -> Array:
 
 
 def words(gamma: float, t: Any) -> Any:
-    """32-bit words per parameter that have left the head after t steps: one leaves whenever the head is at 46 bits."""
-    return np.ceil(np.maximum(0.0, np.asarray(t) * -np.log2(gamma) - SPILLS_AT) / WORD)
+    """32-bit words per parameter that have left the head after t steps: half of one whenever it would be full."""
+    return np.ceil(np.ceil(np.maximum(0.0, np.asarray(t) * -np.log2(gamma) - HEAD) / HALF) / 2)
 
 
 def buffer_bits(gamma: float, t: Any) -> Any:
-    """What the buffer occupies, bits per parameter."""
-    return HEAD + WORD * words(gamma, t)
+    """What the buffer occupies, bits per parameter, with the slot that mirrors the head's low bits."""
+    return HEAD + HALF + WORD * words(gamma, t)
 
 
 def steps_for(factor: float, gamma: float, beside: float, limit: int = 10**6) -> int:
@@ -102,7 +101,7 @@ class Run(NamedTuple):
     @property
     def occupied(self) -> int:
         """By the buffer, bits per parameter."""
-        return HEAD + WORD * self.proof.buffer_words
+        return HEAD + HALF + WORD * self.proof.buffer_words
 
 
 def main(config: Config) -> dict[str, Any]:
@@ -143,7 +142,7 @@ def _rows(config: Config, runs: list[Run]) -> list[_record.Row]:
         add(f"factor in information, momentum {gamma:g}", factor, STORED / proof.bits_per_parameter_step, "rounded there")
         add(f"steps from which on the buffer is {factor:,} times smaller, momentum {gamma:g}", None, run.steps)
         text = f"factor measured after {run.steps:,} steps, momentum {gamma:g}"
-        add(text, None, STORED * run.steps / run.occupied, "new: 32 bits a step over the buffer, its first 96 bits included")
+        add(text, None, STORED * run.steps / run.occupied, "new: 32 bits a step over the buffer, its first 48 bits included")
         text = f"the same for buffer, parameters and velocity, momentum {gamma:g}"
         add(text, None, steps_for(factor, gamma, STATE), "new: from the size of the buffer")
     excess = max((r.proof.bits_per_parameter_step - r.proof.ideal_bits_per_parameter_step) * r.steps for r in runs)

@@ -63,7 +63,7 @@ def section(name: str, record: dict[str, Any], config: Config) -> str:
     parts += [_certified(record["certificate"])] if record["certificate"] else []
     for picture in record["pictures"]:
         target = config.docs / "images" / f"{name}-{picture['file']}"
-        _copy_small(config.results / name / picture["file"], target, config.width)
+        copy_small(config.results / name / picture["file"], target, config.width)
         parts.append(f"![{picture['caption']}](images/{target.name})\n\n*{picture['caption']}*")
     return "\n\n".join([*parts, _provenance(name, record)])
 
@@ -114,7 +114,7 @@ def _provenance(name: str, record: dict[str, Any]) -> str:
     return f"`python -m experiments.{name}{data}`: {seconds} ({record['device']}, jax {versions['jax']})."
 
 
-def _copy_small(source: pathlib.Path, target: pathlib.Path, width: int) -> None:
+def copy_small(source: pathlib.Path, target: pathlib.Path, width: int) -> None:
     """A picture at most `width` pixels wide, in 256 colours."""
     from PIL import Image  # matplotlib depends on it
 

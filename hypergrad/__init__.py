@@ -1,5 +1,7 @@
 """Exact hypergradients: train a JAX model, run the training backwards bit for bit, learn its hyperparameters."""
 
+import importlib
+
 from hypergrad import callbacks as callbacks
 from hypergrad import plots as plots
 from hypergrad import testing as testing
@@ -16,12 +18,14 @@ from hypergrad._meta_loop import Result as Result
 from hypergrad._optimize import hypergradient as hypergradient
 from hypergrad._optimize import optimize as optimize
 from hypergrad._optimize import restarts as restarts
+from hypergrad._programs import compiler_options as compiler_options
 from hypergrad._train import Trained as Trained
 from hypergrad._train import train as train
 from hypergrad.adjoints import Checkpointed as Checkpointed
 from hypergrad.adjoints import Reversible as Reversible
 from hypergrad.adjoints import Unrolled as Unrolled
 from hypergrad.batches import full_batch as full_batch
+from hypergrad.batches import host_batches as host_batches
 from hypergrad.batches import minibatches as minibatches
 from hypergrad.batches import stacked as stacked
 from hypergrad.errors import BufferFullError as BufferFullError
@@ -59,6 +63,8 @@ _NOT_REVERSIBLE = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "studies":  # optuna takes its time to import, and not everybody has it
+        return importlib.import_module("hypergrad.studies")
     if name in _NOT_REVERSIBLE:
         raise AttributeError(
             f"hg.{name} does not exist: the rule has no exact inverse. Its step adds to the parameters something made of "

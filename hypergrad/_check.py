@@ -10,9 +10,10 @@ from jax import Array
 
 from hypergrad._train import set_up
 from hypergrad.adjoints import Reversible
+from hypergrad.adjoints.reversible import settled_driver
 from hypergrad.errors import OK
 from hypergrad.loop.forward import in_order, train_step
-from hypergrad.loop.problem import Inputs, Problem, begun, intact, join_steps, schedules, split_steps, turns_of
+from hypergrad.loop.problem import Inputs, Problem, begun, intact, join_steps, schedules, split, turns_of
 from hypergrad.loop.status import assess, most_words
 from hypergrad.loop.step import Exact, settled, unfollow, unstep
 from hypergrad.optimizers.chain import PARAMS
@@ -54,7 +55,8 @@ def check_reversal(
 
     Raises the `HypergradError` of a run that fails on its own (range, NaN); a failed reversal is a result, not an error.
     """
-    problem, inputs, _ = set_up(loss, params, optimizer, batches, theta, steps, state, statistics, adjoint, True)
+    problem, inputs, _ = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, True, statistics)
+    problem = settled_driver(problem, inputs)
     with jax.enable_x64(True):
         plan = schedules(problem, inputs.h)
         capacity = {link.name: int(most_words(plan)) for _, link, _ in problem.links(inputs.h)}
@@ -78,15 +80,15 @@ class _Trace(NamedTuple):
 
 
 def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
-    plan = schedules(problem, inputs.h)
-    constant, stepped = split_steps(inputs.h, problem.steps)
+    plan = problem.beside(schedules, inputs.h)
+    constant, stepped = problem.beside(split, inputs.h)
     gradient = problem.maybe_jit(problem.gradient)
     consts = (constant, inputs.theta, inputs.frozen)
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns_of(plan))
     words = dict(capacity)
 
     def forward(consts: Any, state: Exact, x: Any) -> Any:
-        prints = _state_print(problem, state), _batch_print(problem, inputs, x[0])
+        prints = _state_print(problem, state), _batch_print(problem, consts[-1], x[0])
         state, (loss, *magnitudes) = train_step(problem, gradient, consts, state, x)
         return state, (*prints, loss, *magnitudes)
 
@@ -105,7 +107,7 @@ def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
         state = unstep(problem.rule, state, h, turns, again)
         loss, seen = found[-1]
         state = unfollow(problem.statistics, state, rates, turns, seen)
-        return state, (_state_print(problem, state), _batch_print(problem, inputs, t), loss)
+        return state, (_state_print(problem, state), _batch_print(problem, frozen, t), loss)
 
     first = begun(problem, inputs.values, words)
     end, (states, batches, losses, entering, others) = problem.run(forward, consts, first, xs)
@@ -139,9 +141,9 @@ def _state_print(problem: Problem, state: Exact) -> Array:
     return jnp.stack([_prints(x) for rule in problem.rules for link in rule.chain for x in state.z[link.name]])
 
 
-def _batch_print(problem: Problem, inputs: Inputs, t: Array) -> Array:
+def _batch_print(problem: Problem, frozen: list[Any], t: Array) -> Array:
     with jax.enable_x64(problem.x64):
-        batch = problem.assemble.batch(inputs.frozen, t)
+        batch = problem.assemble.batch(frozen, t)
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     leaves = [jax.random.key_data(x) if is_key(x) else jnp.asarray(x) for x in jax.tree.leaves(batch)]
     return _prints(leaves)

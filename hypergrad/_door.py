@@ -2,8 +2,9 @@
 
 import contextlib
 import inspect
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -12,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad import _programs as programs
 from hypergrad._closures import name_of, reject_traced_closure
-from hypergrad.batches import Stacked
+from hypergrad.batches import FullBatch, HostBatches, Minibatches, Stacked
 from hypergrad.hypers import describe, is_domain
 from hypergrad.optimizers.chain import PARAMS, Link, Optimizer
 from hypergrad.optimizers.expand import compute_dtype
@@ -49,7 +51,7 @@ def check_kinds(loss: Any, optimizer: Any, batches: Any, adjoint: Any) -> None:
         if hasattr(batches, "__iter__") and not isinstance(batches, (tuple, list, dict)) and not eqx.is_array_like(batches):
             raise TypeError(
                 f"{what} An iterator gives a batch once, and the way back needs it again: collect its batches with "
-                "hg.stacked(jax.tree.map(lambda *b: np.stack(b), *batches)), or load batch t with jax.pure_callback."
+                "hg.stacked(jax.tree.map(lambda *b: np.stack(b), *batches)), or load batch t with hg.host_batches(function)."
             )
         raise TypeError(f"{what} A bare tuple or array does not say what a step sees: wrap it in {_BATCH_CURE}.")
     if not hasattr(adjoint, "run"):
@@ -105,16 +107,21 @@ def check_params(params: Any) -> Any:
 
 
 def check_steps(steps: Any, batches: Any) -> int:
-    known = batches.steps if isinstance(batches, Stacked) else None
+    known = batches.steps if isinstance(batches, (Stacked, HostBatches)) else None
     if steps is None and known is None:
-        raise ValueError("`steps` is missing: only hg.stacked(arrays) knows how many steps there are. Pass steps=...")
+        raise ValueError(
+            "`steps` is missing: only hg.stacked(arrays) and hg.host_batches(list) know how many steps there are. Pass "
+            "steps=..."
+        )
     if steps is None:
         return int(known)  # type: ignore[arg-type]
     if isinstance(steps, bool) or not isinstance(steps, (int, np.integer)):
         raise TypeError(f"`steps` must be a Python integer, it fixes shapes; got {describe(steps)}.")
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1; got {steps}.")
-    if known is not None and steps != known:
+    if isinstance(batches, HostBatches) and known is not None and steps > known:
+        raise ValueError(f"`batches` ends early: hg.host_batches has {known} batches for steps={steps}. Pass fewer `steps`.")
+    if isinstance(batches, Stacked) and steps != known:
         raise ValueError(
             f"steps={steps} contradicts `batches`: hg.stacked has {known} along its leading axis. A list of batches is "
             "a pytree to it: stack them first, jax.tree.map(lambda *b: np.stack(b), *batches)."
@@ -137,6 +144,32 @@ def check_signature(call: str, function: Any, otherwise: str) -> None:
         pass  # a builtin without a signature: calling it will tell
 
 
+def check_pure(batches: Any, batch: Callable[..., Any], *arguments: Any) -> None:
+    """`batch(*arguments)`, which calls `batches`, must trace to the same program each time, and act on nothing."""
+    if isinstance(batches, (FullBatch, HostBatches, Minibatches, Stacked)):
+        return
+    with calling_batches(batches):
+        first, again = (jax.make_jaxpr(lambda *a: batch(*a))(*arguments) for _ in range(2))
+    if programs.contains(first.jaxpr, "io_callback"):
+        what = "it calls Python by jax.experimental.io_callback, which may act or be left out"
+    elif not _alike(first, again):
+        what = "called twice for the same step, it made two different batches"
+    else:
+        return
+    raise ValueError(
+        f"`batches` ({name_of(batches)}) has side effects: {what}. It must be a pure function of t: the way back needs "
+        "batch t again. Make random numbers from jax.random.fold_in(key, t), and load data with hg.host_batches."
+    )
+
+
+def _alike(first: Any, again: Any) -> bool:
+    """The same program on the same constants; functions in it count as one if they print as one."""
+    text = [re.sub(r"0x[0-9a-f]+", "", str(x.jaxpr)) for x in (first, again)]
+    data = lambda x: np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)  # noqa: E731
+    pairs = zip(first.consts, again.consts, strict=False)
+    return text[0] == text[1] and all(x is y or np.array_equal(data(x), data(y)) for x, y in pairs)
+
+
 @contextlib.contextmanager
 def calling_batches(batches: Any) -> Iterator[None]:
     """The step is traced, so Python's `int`, `if` and indexing cannot read it: say what can."""
@@ -146,7 +179,7 @@ def calling_batches(batches: Any) -> Iterator[None]:
         raise TypeError(
             f"`batches` ({name_of(batches)}) asks for the value of t, which is traced: training is compiled as one loop. "
             "Index JAX arrays (jnp.asarray(data)[t]), stack a list of batches for hg.stacked, choose with jnp.where, or "
-            "load from the host with jax.pure_callback."
+            "load from Python with hg.host_batches."
         ) from e
 
 

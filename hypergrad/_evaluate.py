@@ -17,6 +17,7 @@ import optax
 from jax import Array
 
 from hypergrad._door import calling, check_signature
+from hypergrad._programs import compiler_options
 from hypergrad._report import Ledger, listen
 from hypergrad.errors import BUFFER_FULL, HypergradError, NonFiniteError
 from hypergrad.hypers import hyper_path, natural
@@ -77,7 +78,8 @@ class Evaluation:
         like = tree, tuple(jax.typeof(x) if eqx.is_array(x) else x for x in leaves)
         if like not in self.programs:
             # A new function each time: jit would find the trace of a bound method again, made for smaller buffers.
-            program: Any = eqx.filter_jit(lambda *a: self._group(*a))
+            jit: Any = eqx.filter_jit  # its type does not say that it passes options on
+            program = jit(lambda *a: self._group(*a), compiler_options=compiler_options())
             self.programs[like] = program.lower(*arguments).compile()
         return self.programs[like]
 

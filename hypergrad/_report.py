@@ -4,6 +4,7 @@ Invariant: `surface` returns a flag that every output is masked with, so that a 
 """
 
 import contextlib
+import dataclasses
 import itertools
 import threading
 import weakref
@@ -75,23 +76,33 @@ def surface(status: Status, throw: bool) -> Array:
     if not throw and ledger is None:
         return status.ok
 
-    number = _LISTENER.value
+    # A pure callback whose result masks every output: it cannot be dropped while any output is used.
+    leaves, structure = jax.tree.flatten(jax.lax.stop_gradient(status))
+    report = _Report(structure, _LISTENER.value, throw)
+    return jax.pure_callback(report, jax.ShapeDtypeStruct((), jnp.bool_), *leaves, vmap_method="expand_dims")
 
-    def report(*leaves: Any) -> np.ndarray:
-        known = jax.tree.unflatten(jax.tree.structure(status), [np.asarray(x) for x in leaves])
-        if (now := _LEDGERS.get(number)) is not None:
-            now.record(known, throw)
-        elif throw and int((worst := known.worst()).code) != OK:
+
+@dataclasses.dataclass(frozen=True)
+class _Report:
+    """What compiled code calls back. Equal ones are one program to JAX; and it holds no traced value, as JAX holds it."""
+
+    structure: Any  # of the status
+    listener: int
+    throw: bool
+
+    def __call__(self, *leaves: Any) -> np.ndarray:
+        known = jax.tree.unflatten(self.structure, [np.asarray(x) for x in leaves])
+        if (now := _LEDGERS.get(self.listener)) is not None:
+            now.record(known, self.throw)
+        elif self.throw and int((worst := known.worst()).code) != OK:
             raise worst.error()
         return np.asarray(known.code == OK)
-
-    # A pure callback whose result masks every output: it cannot be dropped while any output is used.
-    leaves = jax.tree.leaves(jax.lax.stop_gradient(status))
-    return jax.pure_callback(report, jax.ShapeDtypeStruct((), jnp.bool_), *leaves, vmap_method="expand_dims")
 
 
 def mask(ok: Array, tree: Any) -> Any:
     """NaN in every float leaf where `ok` is False."""
+    if not isinstance(ok, jax.core.Tracer) and ok.all():
+        return tree
     return jax.tree.map(lambda x: jnp.where(ok, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 

@@ -1,6 +1,7 @@
 """`train`: from a loss, parameters, an optimizer and batches to a run, checked at the door."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 from jax import Array
 
 from hypergrad import _door as door
+from hypergrad import _programs as programs
 from hypergrad._report import mask, surface
 from hypergrad.adjoints import Checkpointed, Reversible, Unrolled
+from hypergrad.batches import HostBatches, full_batch
 from hypergrad.errors import Status
 from hypergrad.exact import DEVICE, GMPY2, grid_range, words_needed
 from hypergrad.loop.problem import Inputs, Labels, Problem, Static
@@ -59,18 +62,19 @@ def train(
 
     loss(params, theta, batch) -> float scalar, pure. params: pytree of real float arrays. optimizer: `hg.SGD(...)` or
     another; its leaves are hyperparameters. batches: a pure function t (int32 scalar) -> batch, as `hg.minibatches`,
-    `hg.stacked`, `hg.full_batch` make them. theta: pytree handed to the loss; its float leaves are differentiated. steps:
-    int, may be left out where `batches` knows it. state: as in `Trained.state`, None for zeros. statistics: running means:
-    `hg.Statistics(values, decay)`, or the initial values alone; the loss then returns (float scalar, evidence), evidence
-    being a pytree like the values. adjoint: how the derivative is computed; the forward numbers are the same bit for bit.
-    throw: raise a `HypergradError` when the run goes wrong (under jit and vmap: from the compiled code); otherwise look at
-    `Trained.status`.
+    `hg.stacked`, `hg.full_batch` make them, or `hg.host_batches`. theta: pytree handed to the loss; its float leaves are
+    differentiated. steps: int, may be left out where `batches` knows it. state: as in `Trained.state`, None for zeros.
+    statistics: running means: `hg.Statistics(values, decay)`, or the initial values alone; the loss then returns (float
+    scalar, evidence), evidence being a pytree like the values. adjoint: how the derivative is computed; the forward numbers
+    are the same bit for bit. throw: raise a `HypergradError` when the run goes wrong (under jit and vmap: from the compiled
+    code); otherwise look at `Trained.status`.
 
-    Called outside of jax.jit, it compiles once per loss function: define that outside of loops, a new lambda is a new one.
+    Called outside of jax.jit, it traces once per loss function and compiles once per program: a new lambda with the same
+    operations and shapes finds the old one.
     Composes with jax.grad (params, optimizer, theta, state, statistics in; params, losses, state, statistics out), jax.jit
     and jax.vmap.
     """
-    problem, inputs, trees = set_up(loss, params, optimizer, batches, theta, steps, state, statistics, adjoint, throw)
+    problem, inputs, trees = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, throw, statistics)
     outcome = adjoint.run(problem, inputs)
     ok = surface(outcome.status, throw)
     values, losses = mask(ok, (outcome.values, outcome.losses))
@@ -87,9 +91,9 @@ def set_up(
     theta: Any,
     steps: Any,
     state: Any,
-    statistics: Any,
     adjoint: Any,
     throw: bool,
+    statistics: Any = None,
 ) -> tuple[Problem, Inputs, tuple[Any, Any]]:
     """Check every argument and take the run apart into what is fixed and what flows; also the trees of parameters and
     statistics."""
@@ -101,6 +105,9 @@ def set_up(
     means = None if statistics is None else door.check_statistics(statistics)
     steps = door.check_steps(steps, batches)
     theta = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (float, np.ndarray)) else x, theta)
+    source = batches if isinstance(batches, HostBatches) else None
+    if source is not None:
+        batches = full_batch(source.first)  # its place, where the driver puts the others
     assemble, theta_leaves, frozen = _take_apart(params, theta, batches)
     leaves, tree = jax.tree.flatten(params)
 
@@ -111,7 +118,9 @@ def set_up(
         with door.calling("loss(params, theta, batch)", *arguments):
             return loss(*arguments)
 
-    returned = jax.eval_shape(evaluate, leaves, theta_leaves, frozen, jax.ShapeDtypeStruct((), jnp.int32))
+    t = jax.ShapeDtypeStruct((), jnp.int32)
+    door.check_pure(batches, assemble.batch, frozen, t)
+    program, returned = jax.make_jaxpr(evaluate, return_shape=True)(leaves, theta_leaves, frozen, t)
     door.check_loss_value(returned if means is None else door.check_evidence(returned, means.values))
     values = door.check_state(optimizer.chain, params, state)
     rule = _rule(optimizer.chain, leaves, adjoint, optimizer.linear, transforms(optimizer))
@@ -125,7 +134,21 @@ def set_up(
         h, words = h + prepared_statistics(means, steps), (*words, _statistics_words_known(means, steps))
     x64 = jnp.result_type(float) == jnp.float64
     labels = _labels(rule, followers, len(optimizer.layers) - 1, params, theta, batches, means)
-    problem = Problem(loss, assemble, rule, steps, adjoint.driver_name, x64, labels, words, throw, followers)
+    problem = Problem(
+        loss,
+        assemble,
+        rule,
+        steps,
+        _driver(adjoint, program.jaxpr, source),
+        x64,
+        labels,
+        words,
+        throw,
+        followers,
+        source=source,
+        progress=adjoint.progress,
+        shelved=adjoint.buffer == "host",
+    )
     trees = tree, None if means is None else jax.tree.structure(means.values)
     return problem, Inputs(values, h, theta_leaves, frozen), trees
 
@@ -143,6 +166,24 @@ def _rule(
         not linear or bool(adjoint.isolate),
         layers,
     )
+
+
+def _driver(adjoint: Any, evaluation: Any, source: Any) -> str:
+    """What repeats the step: as asked for; or the host where it must, and where it may if a scan would be slower there.
+
+    XLA:CPU runs convolutions on all cores, but inside a scan on one.
+    """
+    if source is not None and adjoint.driver_name not in (None, "host", "host_eager"):
+        raise ValueError(
+            "hg.host_batches loads from Python while training runs, which a scan cannot: take adjoint=hg.Reversible() (or "
+            'driver="host"), or stack the batches with hg.stacked.'
+        )
+    if adjoint.driver_name is not None:
+        return adjoint.driver_name
+    if source is not None:
+        return "host"
+    cores = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+    return "either" if cores > 1 and programs.contains(evaluation, "conv_general_dilated") else "scan"
 
 
 @dataclasses.dataclass(frozen=True)

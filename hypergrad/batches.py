@@ -3,12 +3,18 @@
 Invariant: `source(t)` depends on t and on the leaves of `source`, on nothing else.
 """
 
+import functools
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+
+from hypergrad.errors import ReversalError
 
 
 _SHUFFLE_ROUNDS = 32
@@ -62,6 +68,54 @@ class Minibatches(eqx.Module):
         return _shuffled(self.key, epoch.astype(jnp.uint32), position % size, size)
 
 
+class HostBatches:
+    """Made by `hg.host_batches`: of one structure, and the same each time that step t is asked for."""
+
+    def __init__(self, load: Callable[[int], Any], steps: int | None) -> None:
+        self.load, self.steps = load, steps
+        self.prints: dict[int, int] = {}  # of all batches seen, by step
+        self.first = jax.tree.map(lambda x: jnp.array(_known(x), copy=True), load(0))
+        self.like = [(path, x.shape, x.dtype) for path, x in jax.tree_util.tree_leaves_with_path(self.first)]
+
+    def __call__(self, t: int) -> Any:
+        return self.load(t)
+
+    def leaves(self, t: int, steps: int) -> list[Array]:
+        """The leaves of step t's batch, on the device."""
+        try:
+            batch = self.load(t)
+        except (IndexError, StopIteration) as e:
+            raise ValueError(
+                f"`batches` ended early: hg.host_batches has no batch for step {t} of {steps}. Pass fewer `steps`, or a "
+                "source that goes on."
+            ) from e
+        tree: Any = jax.tree.structure(batch)
+        if tree != jax.tree.structure(self.first):
+            raise ValueError(
+                f"`batches` changes its structure: at step {t} hg.host_batches has {tree}, at step 0 "
+                f"{jax.tree.structure(self.first)}. All steps run one program; pad what varies."
+            )
+        found = [_known(x) for x in jax.tree.leaves(batch)]
+        for x, (path, shape, dtype) in zip(found, self.like, strict=True):
+            if x.shape != shape or not np.can_cast(x.dtype, dtype, "same_kind"):
+                raise ValueError(
+                    f"`batches` changes its shapes: at step {t} batch{jax.tree_util.keystr(path)} of hg.host_batches is "
+                    f"{x.dtype}{list(x.shape)}, at step 0 {dtype}{list(shape)}. All steps run one program; drop or pad a "
+                    "last batch that is smaller."
+                )
+        self._remember(t, functools.reduce(lambda crc, x: zlib.crc32(_bytes(x), crc), found, 0))
+        # Copied: a loader may fill the same memory again while the device still reads it.
+        return [jnp.array(x, dtype, copy=True) for x, (_, _, dtype) in zip(found, self.like, strict=True)]
+
+    def _remember(self, t: int, seen: int) -> None:
+        if self.prints.setdefault(t, seen) != seen:
+            raise ReversalError(
+                f"`batches` gave another batch for step {t} than before, so that the run could not be reversed: "
+                "hg.host_batches needs a function of the step alone. Draw from np.random.default_rng((seed, t)), not from "
+                "one generator; take a new hg.host_batches for new data."
+            )
+
+
 def full_batch(data: Any) -> FullBatch:
     """t -> data: every step sees all of it. A pytree of arrays."""
     return FullBatch(jax.tree.map(jnp.asarray, data))
@@ -88,6 +142,44 @@ def minibatches(data: Any, batch_size: int, key: Array, replacement: bool = Fals
     if size * batch_size >= 2**31:
         raise ValueError(f"{size} examples x batch_size {batch_size} overflows 32-bit positions; take smaller batches.")
     return Minibatches(data, check_key(key), batch_size, replacement)
+
+
+def host_batches(source: Any) -> HostBatches:
+    """t -> source[t], or source(t), loaded by Python while training runs: data that does not fit, files, data bases.
+
+    source: a list of batches, an array on disk (`np.memmap`, or anything with a length and an index) whose leading axis is
+    the step, or a function of a Python int, for which `steps` is required. A batch is a pytree of arrays, of the same shapes
+    at every step. Training then runs from Python (outside of `jax.jit` and `jax.vmap`; `hg.optimize(..., jit=False)`), once
+    forwards and once backwards: `source` must give the same batch again, which is checked by a checksum of each.
+    """
+    if isinstance(source, (tuple, dict, str)):
+        raise TypeError(
+            f"hg.host_batches got a {type(source).__name__}, which could be one batch or many. Pass a list of batches, or "
+            "for several arrays a function: hg.host_batches(lambda t: (x[t], y[t]))."
+        )
+    if callable(source):
+        return HostBatches(source, None)
+    if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
+        raise TypeError(
+            f"hg.host_batches needs a list, an array with a leading axis of steps, or a function t -> batch; got "
+            f"{type(source).__name__}. An iterator gives a batch once, and the way back needs it again."
+        )
+    if not len(source):
+        raise ValueError("hg.host_batches got no batches.")
+    return HostBatches(source.__getitem__, len(source))
+
+
+def _known(x: Any) -> np.ndarray:
+    if not eqx.is_array_like(x) or (isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
+        raise TypeError(
+            f"a batch of hg.host_batches holds a {type(x).__name__}; its leaves must be arrays. Of a JAX key pass the "
+            "integers, jax.random.key_data(key)."
+        )
+    return np.asarray(x)
+
+
+def _bytes(x: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
 def check_key(key: Any) -> Array:

@@ -1,4 +1,4 @@
-"""Callbacks of `hg.optimize`: functions of a `MetaStep` that stop the loop by returning True.
+"""Callbacks of `hg.optimize`: functions of a `MetaStep` that stop the loop by returning True; and one of a single run.
 
 One that remembers has a method `begin(history)` too, called before the first meta-step of each run with those that it goes
 on from: `[]` if it starts anew, None if it keeps no checkpoint.
@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import sys
+import time
 from typing import IO, Any
 
 
@@ -34,6 +35,25 @@ class Progress:
 
     def _print(self, line: str) -> None:
         print(line, file=self.file or sys.stderr, flush=True)
+
+
+class Steps:
+    """How far one run is, with steps a second, on standard error or on `file`.
+
+    `hg.Reversible(driver="host", progress=Steps())`: a line for the way out and one for the way back, written over about
+    twice a second.
+    """
+
+    def __init__(self, file: IO[str] | None = None) -> None:
+        self.file = file
+
+    def __call__(self, direction: str, done: int, steps: int) -> None:
+        now = time.perf_counter()
+        if done == 0:
+            self.begin = now
+            return
+        line = f"{direction:7s} {done}/{steps} steps   {done / max(now - self.begin, 1e-9):.1f} steps/s"
+        print(f"\r{line}", end="\n" if done == steps else "", file=self.file or sys.stderr, flush=True)
 
 
 class StopOnGrowth:

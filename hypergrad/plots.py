@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hypergrad.exact import MOMENTUM_DENOMINATOR, numerator, schedule
+from hypergrad.exact import HEAD_BITS, MOMENTUM_DENOMINATOR, WORD_BITS, numerator, schedule
 from hypergrad.hypers import natural
 from hypergrad.optimizers.chain import PARAMS
 from hypergrad.schedules import PerStep
@@ -123,7 +123,7 @@ def buffer(decays: Any, steps: int | None = None, ax: Any = None) -> Any:
     """Memory of the information buffer against the step, bits per parameter, and what theory asks for (dashed).
 
     decays: a number, a schedule (array [steps] or `PerStep`), a list of those, or {label: one of those}; numbers need
-    `steps`. Solid: an int64 head and the 32-bit words that have left it. Dashed: the sum of log2(1/decay).
+    `steps`. Solid: a 32-bit head, the 16-bit words that have left it, the slot for the next. Dashed: sum of log2(1/decay).
     """
     ax, decays = _axes(ax), natural(decays)
     listed = decays if isinstance(decays, (list, tuple)) else [decays]
@@ -140,7 +140,7 @@ def buffer(decays: Any, steps: int | None = None, ax: Any = None) -> Any:
             turns = schedule(n, MOMENTUM_DENOMINATOR).turns
             words, ratio = np.asarray(turns.slot + turns.spills), np.asarray(n) / MOMENTUM_DENOMINATOR
         t = np.arange(1, len(ratio) + 1)
-        ax.plot(t, 64 + 32 * words, drawstyle="steps-post", label=name, **style)
+        ax.plot(t, HEAD_BITS + WORD_BITS * (1 + words), drawstyle="steps-post", label=name, **style)
         ax.plot(t, np.cumsum(-np.log2(ratio)), color=style["color"], linestyle="--", linewidth=1)
     ax.plot([], [], color=_GREY, linestyle="--", linewidth=1, label="sum of log2(1/decay)")
     ax.set(xlabel="training step", ylabel="bits per parameter", ylim=(0, None))

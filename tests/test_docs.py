@@ -103,6 +103,9 @@ def public_names() -> list[str]:
     """What `hypergrad/__init__.py` exports, and what its public modules define."""
     tree = ast.parse((ROOT / "hypergrad" / "__init__.py").read_text())
     names = [alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    package = ast.parse((ROOT / "hypergrad" / "studies" / "__init__.py").read_text())
+    exported = [node for node in package.body if isinstance(node, ast.ImportFrom)]
+    names += ["studies", *(f"studies.{alias.asname}" for node in exported for alias in node.names)]
     for module in (hg.callbacks, hg.plots, hg.testing):
         own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__ and n[0] != "_"]
         names += [f"{module.__name__.removeprefix('hypergrad.')}.{name}" for name in own]

@@ -114,7 +114,7 @@ def test_nan_loss_under_jit_names_the_step():
 
 
 # momentum 0.01 is 655/2^16: 40 steps lose 40 log2(2^16/655) = 266 bits, a head holds at least 46 and words hold the rest.
-MANY, WORDS = 40, 7
+MANY, WORDS = 40, 8
 FULL = (f"needs {WORDS} 32-bit words per parameter", f"hg.Reversible(capacity={WORDS})")
 
 
@@ -123,7 +123,8 @@ def forgetful(momentum, capacity=None):
 
 
 def test_words_of_the_forgetful_run():
-    assert words_needed(np.full(MANY, round(0.01 * 2**16)), 2**16) == WORDS
+    halves = words_needed(np.full(MANY, round(0.01 * 2**16)), 2**16)
+    assert -(-halves // 2) == WORDS
 
 
 @pytest.mark.parametrize("capacity", [None, WORDS - 1], ids=["one bit a step", "one word short"])
@@ -144,14 +145,14 @@ def test_the_capacity_asked_for_is_enough():
 
 
 def impure():
-    """Another batch whenever it is traced: the forward and the reverse pass are traced separately."""
+    """Another batch whenever the compiled code asks for one."""
     calls = []
 
-    def batches(t):
+    def load(t):
         calls.append(t)
-        return jnp.array([0.5, 0.25]) * len(calls)
+        return np.array([0.5, 0.25], np.float32) * len(calls)
 
-    return batches
+    return lambda t: jax.pure_callback(load, jax.ShapeDtypeStruct((2,), jnp.float32), t)
 
 
 def impure_final(params, **options):

@@ -19,11 +19,12 @@ from hypergrad.exact import DEVICE, GMPY2, Turn, divide, schedule, words_needed
 from hypergrad.exact.buffer import Buffer
 
 
-DENOMINATORS = (2, 2**16, 2**24)
-STEPS, WEIGHTS = 130, 3  # d = 2 loses at most one bit a step: its first word is spilled after 62 steps, its third at 127
+DENOMINATORS = (2**12, 2**16, 2**24)
+STEPS, WEIGHTS = 130, 3
 LARGEST = 2**62
-# n = 1 at every step loses most digits, so this capacity is enough for any n_1..n_STEPS, and exactly full for n = 1.
-CAPACITY = {d: words_needed(np.ones(STEPS, np.int64), d) for d in DENOMINATORS}
+# The smallest n loses most digits, so this capacity is enough for any n_1..n_STEPS, and exactly full for that one.
+SMALLEST = {d: max(1, d // 2**16) for d in DENOMINATORS}
+CAPACITY = {d: words_needed(np.full(STEPS, SMALLEST[d]), d) for d in DENOMINATORS}
 
 
 class Trace(NamedTuple):
@@ -36,20 +37,20 @@ class Trace(NamedTuple):
 
 
 class Reference:
-    """Algorithm 7 on one weight: a head and a stack of 32-bit words whose top mirrors the low bits of the head."""
+    """Algorithm 7 on one weight: a head and a stack of 16-bit words whose top mirrors the low bits of the head."""
 
     def __init__(self, capacity: int) -> None:
         self.head, self.stack, self.top, self.bound = 0, [0] * (capacity + 1), 0, 0
 
     def multiply_by(self, c: int, n: int, smallest_n: int, d: int) -> int:
-        if self.bound >= 2**62 // d:
-            self.head, self.bound, self.top = self.head // 2**32, self.bound // 2**32, self.top + 1
+        if (self.bound * d + d - 1) // smallest_n >= 2**32:
+            self.head, self.bound, self.top = self.head // 2**16, self.bound // 2**16, self.top + 1
         self.bound = (self.bound * d + d - 1) // smallest_n
         i = self.head * d + c % d
         c = c // d
         c = c * n + i % n
         self.head = i // n
-        self.stack[self.top] = self.head % 2**32
+        self.stack[self.top] = self.head % 2**16
         return c
 
 
@@ -101,7 +102,7 @@ def extremes(d: int) -> st.SearchStrategy[int]:
 
 
 def numerators(d: int) -> st.SearchStrategy[int]:
-    return st.sampled_from([1, d - 1, d, max(d // 2, 1)]) | st.integers(1, d)
+    return st.sampled_from([max(1, d // 2**16), d - 1, d, d // 2]) | st.integers(max(1, d // 2**16), d)
 
 
 @st.composite
@@ -133,7 +134,7 @@ def test_device_buffer_is_head_and_stack_and_comes_back(d, data):
 @pytest.mark.parametrize("d", DENOMINATORS)
 @pytest.mark.parametrize("c", [0, -1, LARGEST, -LARGEST])
 def test_every_word_used_and_every_word_returned(d, c):
-    c, n = np.full((STEPS, WEIGHTS), c), np.ones((STEPS, WEIGHTS), np.int64)
+    c, n = np.full((STEPS, WEIGHTS), c), np.full((STEPS, WEIGHTS), SMALLEST[d])
     with jax.enable_x64(True):
         assert int(schedule(n[:, 0], d).words) == CAPACITY[d]  # the last word that fits is the last that is written
         trace = device_forward(c, n, d)
@@ -162,51 +163,57 @@ def there_and_back(buffer, c, n, turn):
 
 
 @hypothesis.given(
-    head=st.sampled_from([0, 1, 2**32 - 1, 2**32, 2**46 - 1]) | st.integers(0, 2**46 - 1),
+    head=st.sampled_from([0, 1, 2**16 - 1, 2**16, 2**32 - 1]) | st.integers(0, 2**32 - 1),
     slot=st.sampled_from([0, 1, CAPACITY[2**16] - 1]),
     c=extremes(2**16),
     n=numerators(2**16),
 )
 def test_one_step_from_any_buffer(head, slot, c, n):
-    # Any head that may be multiplied without a spill is below 2^62 / d = 2^46; slots from the first to the last word.
+    # Any head that a step leaves below 2^32 may be multiplied without a spill; slots from the first to the last word.
+    head = min(head, ((n << 32) - 2**16) // 2**16)
     with jax.enable_x64(True):
-        buffer = Buffer(jnp.int64(head), jnp.zeros(CAPACITY[2**16] + 1, jnp.uint32))
+        buffer = Buffer(jnp.uint32(head), jnp.zeros(CAPACITY[2**16] + 1, jnp.uint16))
         turn = Turn(jnp.int64(n), jnp.bool_(False), jnp.int32(slot))
         after, (back, c_back) = there_and_back(buffer, jnp.int64(c), jnp.int64(n), turn)
     assert (int(back.head), int(c_back)) == (head, c)
-    assert int(after.head) == (head * 2**16 + c % 2**16) // n < 2**62
-    assert int(after.stack[slot]) == int(after.head) % 2**32
+    assert int(after.head) == (head * 2**16 + c % 2**16) // n < 2**32
+    assert int(after.stack[slot]) == int(after.head) % 2**16
 
 
 @hypothesis.given(
-    head=st.sampled_from([2**46, 2**62 - 1]) | st.integers(0, 2**62 - 1),
+    head=st.sampled_from([0, 2**16, 2**32 - 1]) | st.integers(0, 2**32 - 1),
     slot=st.sampled_from([0, CAPACITY[2**16] - 1]),
     c=extremes(2**16),
     n=numerators(2**16),
 )
 def test_one_step_that_spills_from_any_buffer(head, slot, c, n):
-    # Before a spill a head may be anything below 2^62, and its low word is in the stack already.
+    # Before a spill a head may be anything, and its low word is in the stack already.
     with jax.enable_x64(True):
-        stack = jnp.zeros(CAPACITY[2**16] + 1, jnp.uint32).at[slot].set(head % 2**32)
+        stack = jnp.zeros(CAPACITY[2**16] + 1, jnp.uint16).at[slot].set(head % 2**16)
         turn = Turn(jnp.int64(n), jnp.bool_(True), jnp.int32(slot))
-        after, (back, c_back) = there_and_back(Buffer(jnp.int64(head), stack), jnp.int64(c), jnp.int64(n), turn)
+        after, (back, c_back) = there_and_back(Buffer(jnp.uint32(head), stack), jnp.int64(c), jnp.int64(n), turn)
     assert (int(back.head), int(c_back)) == (head, c)
-    assert int(after.stack[slot]) == head % 2**32 and int(after.head) < 2**62
+    assert int(after.stack[slot]) == head % 2**16
+    assert int(after.head) == ((head >> 16) * 2**16 + c % 2**16) // n < 2**32
 
 
 jitted_divide = jax.jit(divide)
+QUOTIENTS = st.sampled_from([0, 1, -1, 2**50 - 1, -(2**50)]) | st.integers(-(2**50), 2**50 - 1)
 
 
 @hypothesis.given(
-    x=hnp.arrays(np.int64, 64, elements=extremes(2**24)),
-    n=hnp.arrays(np.int64, 64, elements=numerators(2**24) | numerators(2**16)),
+    quotient=hnp.arrays(np.int64, 64, elements=QUOTIENTS),
+    n=hnp.arrays(np.int64, 64, elements=st.integers(1, 2**12) | numerators(2**16)),
+    rest=hnp.arrays(np.int64, 64, elements=st.integers(0, 2**16)),
 )
-def test_divide_is_floor_division(x, n):
-    # Also next to every multiple of n, where a rounded quotient would go wrong first.
-    near = [np.clip(x // n * n + e, -LARGEST, LARGEST) for e in (-1, 0, 1)]
+def test_divide_is_floor_division(quotient, n, rest):
+    # Also at both ends of every remainder, where a rounded quotient would go wrong first. |quotient n| < 2^50 2^12 here.
+    quotient = np.where(n > 2**12, quotient >> 4, quotient)
     with jax.enable_x64(True):
-        for numerator in (x, *near):
-            np.testing.assert_array_equal(jitted_divide(numerator, n), numerator // n)
+        for r in (np.zeros_like(n), n - 1, rest % n):
+            q, digit = jitted_divide(quotient * n + r, n)
+            np.testing.assert_array_equal(q, quotient)
+            np.testing.assert_array_equal(digit, r)
 
 
 @pytest.mark.parametrize("d", DENOMINATORS)

@@ -20,7 +20,7 @@ from experiments import (
     schedule_gradient,
     toy_valley,
 )
-from experiments.benchmarks import hypergradient, long_reversal, opponents, optimizer_family
+from experiments.benchmarks import optimizer_family
 
 
 def test_quickstart_learns_and_records(tmp_path, capsys):
@@ -68,31 +68,6 @@ def test_npz_data_is_read_from_its_folder(monkeypatch, tmp_path):
     data = _data.load("mnist", seed=0)
     assert data.side == 28 and data.train.x.dtype == np.float32
     np.testing.assert_allclose(data.train.x.mean(axis=0), 0, atol=1e-6)
-
-
-def test_every_road_of_the_benchmark_gives_the_same_gradient():
-    task = hypergradient.mlp_task(16, sizes=(12, 5, 3), batch_size=4, examples=20)
-    rows = hypergradient.measure(task, hypergradient.ROWS, repeats=1)  # raises where one disagrees
-    assert [row[0] for row in rows] == list(hypergradient.ROWS)
-
-
-def test_the_benchmark_gives_the_same_gradient_through_adam():
-    task = hypergradient.mlp_task(16, sizes=(12, 5, 3), batch_size=4, examples=20, rule="adam")
-    names = ("plain float training", "hg.Reversible", "raw unroll")
-    rows = hypergradient.measure(task, {name: hypergradient.ROWS[name] for name in names}, repeats=1)  # raises as above
-    assert [row[0] for row in rows] == list(names)
-
-
-def test_the_benchmark_catches_a_wrong_gradient():
-    task = hypergradient.mlp_task(16, sizes=(12, 5, 3), batch_size=4, examples=20)
-    rows = {"plain": opponents.plain, "unroll": opponents.unrolled, "wrong": lambda task, a: jnp.ones_like(a)}
-    with pytest.raises(AssertionError, match="wrong disagrees"):
-        hypergradient.measure(task, rows, repeats=1)
-
-
-def test_long_reversal_is_exact_in_short():
-    proof = long_reversal.certify(40)
-    assert proof.exact and proof.first_mismatch is None
 
 
 def test_adam_beside_optax_in_short():

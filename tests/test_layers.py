@@ -16,7 +16,7 @@ PACKAGE = pathlib.Path(hg.__file__).parent
 EXPERIMENTS = PACKAGE.parent / "experiments"
 
 # Importable by all of the rooms; themselves they import only each other and `exact`.
-GROUND = {"errors", "hypers", "schedules", "batches", "_report"}
+GROUND = {"_programs", "errors", "hypers", "schedules", "batches", "_report"}
 # Left to right: a room imports from its own and from rooms to its left.
 ROOMS = [
     {"exact"},
@@ -33,12 +33,12 @@ ROOMS = [
 PLACE = {name: place for place, room in enumerate(ROOMS) for name in room}
 
 PUBLIC = {
-    "train", "Trained", "Statistics", "PerStep", "minibatches", "stacked", "full_batch",
+    "train", "Trained", "Statistics", "PerStep", "minibatches", "stacked", "full_batch", "host_batches",
     "SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad",
     "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "Reversible", "Unrolled", "Checkpointed",
     "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots",
-    "hypergradient", "optimize", "restarts", "Result", "MetaStep", "callbacks",
-    "check_reversal", "Certificate", "testing", "plots",
+    "hypergradient", "optimize", "restarts", "compiler_options", "Result", "MetaStep", "callbacks",
+    "check_reversal", "Certificate", "testing", "plots", "studies",
     "diagnose", "Diagnosis", "check_gradient", "GradientCheck", "check_smoothness", "Smoothness",
     "HypergradError", "ReversalError", "RangeError", "BufferFullError", "NonFiniteError",
 }  # fmt: skip
@@ -121,7 +121,7 @@ def test_experiments_use_the_public_api_alone(path):
 def test_import_is_light_and_sets_nothing():
     program = (
         "import sys, jax, hypergrad, jax.numpy as jnp\n"
-        "print(sorted({'optuna', 'matplotlib', 'sklearn', 'experiments', 'tqdm'} & set(sys.modules)))\n"
+        "print(sorted({'optuna', 'hypergrad.studies', 'matplotlib', 'sklearn', 'experiments', 'tqdm'} & set(sys.modules)))\n"
         "print(jax.config.jax_enable_x64, jnp.ones(1).dtype)\n"
     )
     env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_X64"}
@@ -130,10 +130,10 @@ def test_import_is_light_and_sets_nothing():
 
 
 def public_names() -> set[str]:
-    """What `hypergrad/__init__.py` exports by `from ... import X as X`."""
+    """What `hypergrad/__init__.py` exports by `from ... import X as X`, and `studies`, which it imports on demand."""
     nodes = [n for n in ast.parse((PACKAGE / "__init__.py").read_text()).body if isinstance(n, ast.ImportFrom)]
     assert all(alias.asname == alias.name for node in nodes for alias in node.names)
-    return {alias.name for node in nodes for alias in node.names}
+    return {alias.name for node in nodes for alias in node.names} | {"studies"}
 
 
 def test_public_names_are_the_agreed_ones():
@@ -144,6 +144,15 @@ def test_names_inside_public_modules():
     assert {"Progress", "StopOnGrowth", "JsonLines"} <= set(vars(hg.callbacks))
     assert {"check_inverse", "check_hypergradient"} <= set(vars(hg.testing))
     assert {"learning", "schedules", "images", "cotangents", "buffer"} <= set(vars(hg.plots))
+    studies = {"HypergradientSampler", "report_gradient", "suggest_tree", "RecordTrials", "prune_on_error"}
+    assert studies <= set(vars(hg.studies))
+
+
+def test_studies_without_optuna_names_what_to_install():
+    program = "import sys; sys.modules['optuna'] = None\nimport hypergrad as hg\n"
+    program += "try: hg.studies\nexcept ImportError as e: print(e)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "hypergrad.studies needs optuna: pip install hypergrad-jax[studies]\n", done.stderr
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC) + ["callbacks.Progress", "callbacks.StopOnGrowth", "callbacks.JsonLines"])
@@ -169,9 +178,12 @@ def test_signatures_are_the_agreed_ones():
     assert names_of(hg.optimize)[:3] == ["train_fn", "val_fn", "hypers"]
     assert {"meta_steps", "meta_optimizer", "key", "callbacks", "jit", "skip_nonfinite"} <= set(names_of(hg.optimize))
     assert names_of(hg.minibatches) == ["data", "batch_size", "key", "replacement"]
-    assert names_of(hg.Reversible) == ["capacity", "fraction_bits", "driver", "buffer", "isolate"]
+    assert names_of(hg.Reversible) == ["capacity", "fraction_bits", "driver", "buffer", "isolate", "progress"]
     agreed = ["loss", "params", "optimizer", "batches", "theta", "steps", "state"]
     assert names_of(hg.check_reversal)[: len(agreed)] == agreed
+    assert names_of(hg.studies.HypergradientSampler) == ["meta_optimizer", "inner_sampler", "seed"]
+    assert names_of(hg.studies.report_gradient) == ["trial", "grads", "space"]
+    assert names_of(hg.studies.suggest_tree) == ["trial", "hypers"]
     keyword_only = inspect.Parameter.KEYWORD_ONLY
     assert all(p.kind is keyword_only for p in list(inspect.signature(hg.train).parameters.values())[4:])
 

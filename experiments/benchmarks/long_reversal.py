@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import hypergrad as hg
-from experiments.benchmarks.hypergradient import mlp_task
+from experiments.benchmarks.workloads import mlp_task
 
 
 def certify(steps: int, low: float = 0.5, high: float = 0.995) -> hg.Certificate:

@@ -1,6 +1,6 @@
 """The same hypergradient written plainly in raw JAX: float training in a scan, differentiated in the usual ways.
 
-Every function has the signature (task, hypers) -> hypergradient of the validation loss, or the loss for `plain`.
+Every function has the signature (task, learning rates) -> hypergradient of the validation loss, or the loss for `plain`.
 """
 
 import functools
@@ -13,16 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-
-class Task(NamedTuple):
-    """A training run: everything but the way it is differentiated."""
-
-    loss: Callable[[Any, Any], Array]  # (params, batch) -> scalar
-    params: Any
-    batch: Callable[[Array], Any]  # t -> batch
-    validation: Callable[[Any], Array]  # params -> scalar
-    steps: int
-    rule: str = "sgd"  # a key of `RULES`
+from experiments.benchmarks.workloads import Task
 
 
 class Rule(NamedTuple):
@@ -54,43 +45,73 @@ RULES = {"sgd": Rule(_zeros, _sgd), "adam": Rule(lambda params: (_zeros(params),
 
 
 def plain(task: Task, learning_rates: Array) -> Array:
-    """Training alone: the unit of time of every other row."""
+    """Training alone: the unit of time of every other road."""
     return task.validation(_trained(task, learning_rates, jax.lax.scan))
 
 
 def unrolled(task: Task, learning_rates: Array) -> Array:
-    return jax.grad(lambda a: task.validation(_trained(task, a, jax.lax.scan)))(learning_rates)
+    """Store every step with its activations."""
+    return _differentiated(task, learning_rates, jax.lax.scan)
 
 
 def remat(task: Task, learning_rates: Array) -> Array:
     """Store every (w, v), recompute the activations."""
-    scan = lambda body, carry, xs: jax.lax.scan(jax.checkpoint(body), carry, xs)  # noqa: E731
-    return jax.grad(lambda a: task.validation(_trained(task, a, scan)))(learning_rates)
+    return _differentiated(task, learning_rates, functools.partial(_nested, (task.steps,)))
 
 
 def sqrt_remat(task: Task, learning_rates: Array) -> Array:
     """Store sqrt(T) states, replay one stretch at a time."""
+    return _differentiated(task, learning_rates, functools.partial(_nested, halves(task.steps)))
 
-    def scan(body: Any, carry: Any, xs: Any) -> Any:
-        length = math.isqrt(task.steps)
-        grouped = jax.tree.map(lambda x: x.reshape(-1, length, *x.shape[1:]), xs)
-        return jax.lax.scan(jax.checkpoint(functools.partial(jax.lax.scan, jax.checkpoint(body))), carry, grouped)
 
-    return jax.grad(lambda a: task.validation(_trained(task, a, scan)))(learning_rates)
+def tree(task: Task, learning_rates: Array, arity: int = 4) -> Array:
+    """Cut training into `arity` pieces, each of them again and so on: O(log T) states, O(log T) replays."""
+    return _differentiated(task, learning_rates, functools.partial(_nested, branches(task.steps, arity)))
 
 
 def equinox_checkpointed(task: Task, learning_rates: Array, checkpoints: int | None = 8) -> Array:
-    """Online binomial checkpointing."""
-    scan = functools.partial(eqxi.scan, kind="checkpointed", checkpoints=checkpoints)
+    """Online binomial checkpointing; None: as many checkpoints as equinox takes, about sqrt(2 T)."""
+    return _differentiated(task, learning_rates, functools.partial(eqxi.scan, kind="checkpointed", checkpoints=checkpoints))
+
+
+def halves(steps: int) -> tuple[int, int]:
+    """T as a product of two factors, as near to each other as can be."""
+    first = max(k for k in range(1, math.isqrt(steps) + 1) if steps % k == 0)
+    return first, steps // first
+
+
+def branches(steps: int, arity: int) -> tuple[int, ...]:
+    """T as a product of factors of at most `arity`, or of primes where those are larger."""
+    factors, rest = [], steps
+    while rest > 1:
+        fitting = [k for k in range(2, arity + 1) if rest % k == 0]
+        factors.append(max(fitting) if fitting else min(k for k in range(2, rest + 1) if rest % k == 0))
+        rest //= factors[-1]
+    return tuple(factors or [1])
+
+
+def start(task: Task) -> Any:
+    """The state before training: (params, accumulators)."""
+    return task.params, RULES[task.rule].start(task.params)
+
+
+def step(task: Task, state: Any, t: Array, a: Array) -> Any:
+    w, accumulators = state
+    return RULES[task.rule].update(w, accumulators, jax.grad(task.loss)(w, task.batch(t)), a, t)
+
+
+def _differentiated(task: Task, learning_rates: Array, scan: Any) -> Array:
     return jax.grad(lambda a: task.validation(_trained(task, a, scan)))(learning_rates)
 
 
 def _trained(task: Task, learning_rates: Array, scan: Any) -> Any:
-    rule = RULES[task.rule]
-
-    def body(carry: Any, x: Any) -> Any:
-        (w, state), (t, a) = carry, x
-        return rule.update(w, state, jax.grad(task.loss)(w, task.batch(t)), a, t), None
-
-    (w, _), _ = scan(body, (task.params, rule.start(task.params)), (jnp.arange(task.steps), learning_rates))
+    body = lambda state, x: (step(task, state, *x), None)  # noqa: E731
+    (w, _), _ = scan(body, start(task), (jnp.arange(task.steps), learning_rates))
     return w
+
+
+def _nested(shape: tuple[int, ...], body: Any, state: Any, xs: Any) -> Any:
+    """A scan as `shape` scans inside each other; each stores the states that it enters a step with, and nothing else."""
+    for _ in shape[1:]:
+        body = functools.partial(jax.lax.scan, jax.checkpoint(body))
+    return jax.lax.scan(jax.checkpoint(body), state, jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), xs))

@@ -22,7 +22,7 @@ from jax import Array
 
 import hypergrad as hg
 from experiments import _data, _models
-from experiments.benchmarks.hypergradient import mlp_task
+from experiments.benchmarks.workloads import mlp_task
 
 
 class Member(NamedTuple):

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.exact import decode
-from hypergrad.loop.problem import Inputs, Problem, join_steps, split_steps
+from hypergrad.loop.drivers import Pause
+from hypergrad.loop.problem import Inputs, Problem, join_steps, split
 from hypergrad.loop.step import (
     Exact,
     Hypers,
@@ -31,6 +32,7 @@ from hypergrad.loop.step import (
     retreat,
     settled,
     transformed,
+    unfollow,
 )  # fmt: skip
 from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link
 
@@ -38,7 +40,7 @@ from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link
 class Cotangents(NamedTuple):
     """Of the links' values, of the hyperparameters, and of theta (None: nobody differentiates it)."""
 
-    z: Values
+    z: Values  # without the statistics, if nobody differentiates what they come to
     h: Hypers
     theta: list[Array] | None
 
@@ -105,24 +107,38 @@ def pull_transforms(
 
 
 def evidence_cotangent(problem: Problem, z: Values, ds: Values, rates: Hypers) -> list[Array]:
-    """That of what the statistics follow: linear in it, so that no value enters."""
+    """That of what the statistics follow: linear in it, so that no value enters. None where nobody differentiates them."""
     parts = []
-    for rule in problem.statistics:
+    for rule in problem.statistics if ds else ():
         (link,) = rule.chain
         parts += pull(rule, link, z, ds, rates, [jnp.zeros_like(x) for x in ds[link.name]]).g
     return parts
 
 
-def reverse(
-    problem: Problem, inputs: Inputs, end: Exact, turns: Any, ct: Cotangents, dlosses: Array | None, followed: bool = False
-) -> Reversed:
-    """From the last state to the first, and the cotangents of all inputs. Call it inside `jax.enable_x64(True)`.
+def undo_statistics(
+    problem: Problem, state: Exact, ct: Cotangents, rates: Hypers, turns: Any, seen: list[Array]
+) -> tuple[Exact, Cotangents]:
+    """`unfollow`, and the cotangents through it where there are any."""
+    if not ct.z:
+        return unfollow(problem.statistics, state, rates, turns, seen), ct
+    for rule in problem.statistics:
+        state, ct, _ = undo_link(rule, rule.chain[0], state, ct, rates, turns, seen)
+    return state, ct
 
-    followed: whether anybody differentiates what the statistics come to.
-    """
+
+def reverse(
+    problem: Problem,
+    inputs: Inputs,
+    end: Exact,
+    turns: Any,
+    ct: Cotangents,
+    dlosses: Array | None,
+    pause: Pause | None = None,
+) -> Reversed:
+    """From the last state to the first, and the cotangents of all inputs. Call it inside `jax.enable_x64(True)`."""
     rule = problem.rule
     *others, params = rule.chain
-    constant, stepped = split_steps(inputs.h, problem.steps)
+    constant, stepped = problem.beside(split, inputs.h)
     first_order = _first_order(problem, with_theta=ct.theta is not None)
     gradient = problem.maybe_jit(problem.gradient)
 
@@ -144,7 +160,7 @@ def reverse(
         w, wide_w = rule.decoded(state.z, params), rule.floats(state.z, params)
         batch = problem.batch(frozen, t)
         at_w = lambda w, push: first_order(w, push, theta, frozen, batch)  # noqa: E731
-        push = evidence_cotangent(problem, state.z, ds, rates) if followed else []
+        push = evidence_cotangent(problem, state.z, ds, rates)
         if rule.linear:
             u = gradient_cotangent(rule, state.z, ct.z, h, wide_w if rule.transforms else w)
             if rule.transforms:
@@ -152,8 +168,7 @@ def reverse(
             (g, g_theta), (hu, cross), (value, seen) = _along(problem, at_w, w, u, push)
         if rule.isolate:
             value, g, seen = problem.apart(t, gradient, settled(w), theta, frozen, batch)
-        for follower in problem.statistics:
-            state, means, _ = undo_link(follower, follower.chain[0], state, means, rates, turns, seen)
+        state, means = undo_statistics(problem, state, means, rates, turns, seen)
         state, ct, u = undo_others(state, ct, evidence(rule, turns, h, wide_w, g))
         if rule.transforms:
             dh, dw, u = pull_transforms(rule, h, wide_w, g, u)
@@ -176,12 +191,17 @@ def reverse(
     last_norms = _norms(dz)
     carry = (end, (dz, ds, jax.tree.map(jnp.zeros_like, constant), ct.theta))
     consts = (constant, inputs.theta, inputs.frozen)
-    (start, (dz, ds, dconstant, dtheta)), (dstepped, losses, norms) = problem.run(body, consts, carry, xs, reverse=True)
-    dh = join_steps(jax.tree.map(lambda x: x[None], dconstant), dstepped)
-    dh = [{k: d.reshape(hj[k].shape) for k, d in dj.items()} for dj, hj in zip(dh, inputs.h, strict=True)]
+    (start, (dz, ds, dconstant, dtheta)), (dstepped, losses, norms) = problem.run(body, consts, carry, xs, True, pause)
+    dh = problem.beside(_joined, dconstant, dstepped, inputs.h)
     if problem.probed:
         norms = jax.tree.map(lambda before, last: jnp.append(before, last), norms, last_norms)
     return Reversed(start, Cotangents({**dz, **ds}, dh, dtheta), losses, norms)
+
+
+def _joined(problem: Problem, dconstant: Hypers, dstepped: Hypers, h: Hypers) -> Hypers:
+    """The inverse of `split`: cotangents like h."""
+    dh = join_steps(dconstant, dstepped)
+    return [{k: d.reshape(hj[k].shape) for k, d in dj.items()} for dj, hj in zip(dh, h, strict=True)]
 
 
 def _first_order(problem: Problem, with_theta: bool) -> Callable[..., tuple[Any, Any]]:

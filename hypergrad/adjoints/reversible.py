@@ -13,10 +13,12 @@ import numpy as np
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
+from hypergrad import _programs as programs
 from hypergrad._report import current_ledger, mask, probing, surface, trace
-from hypergrad.adjoints.backward import Cotangents, reverse
+from hypergrad.adjoints.backward import Cotangents, Reversed, reverse
 from hypergrad.errors import OK, REVERSAL, Status
-from hypergrad.exact import WORD_BITS, words_needed
+from hypergrad.exact import PUBLIC_WORD_BITS, WORD_BITS, words_needed
+from hypergrad.loop import shelf
 from hypergrad.loop.forward import forward
 from hypergrad.loop.problem import Inputs, Problem, begun, intact, schedules, turns_of
 from hypergrad.loop.status import Outcome, assess
@@ -29,16 +31,19 @@ from hypergrad.optimizers.expand import concrete, first_true, link_numerators
 class Reversible:
     """Reverse the run bit for bit and recompute what the derivative needs (thesis, Algorithms 6 and 7).
 
-    Memory: 8 bytes per link and parameter, 8 more per decaying link, log2(1/decay) bits per step, and one step's
+    Memory: 8 bytes per link and parameter, 6 more per decaying link, log2(1/decay) bits per step, and one step's
     activations. First derivatives only: for second ones take `Unrolled`.
 
     capacity: 32-bit words per parameter for the lost digits; None: exactly as many as needed where the decays are known
     when the program is built, else ceil(steps / 32), one bit a step. fraction_bits: of the parameters' grid; None: 52 for
     float64 (range +-1024), 48 for float32 (range +-16384). driver: "scan" (compiled whole) or "host" (a Python loop over
-    a jitted step; not under jit or vmap); None: "scan". buffer: "device", or "gmpy2": one arbitrary-precision integer per
-    parameter, the slow reference, on the host. isolate: compute each gradient once more on the way back, compiled apart
-    from its derivative, so that its bits are the same in both passes; None: where needed, which is for rules that are not
-    linear in the gradient and under `jax.vmap`.
+    one jitted step; not under jit or vmap); None: the host for `hg.host_batches`, and outside of jit and vmap for losses
+    with convolutions on a CPU of several cores, else the scan. buffer: "device"; "host": a host loop that takes words to
+    host memory once they are full, so that the device's does not grow with the steps; "gmpy2": one arbitrary-precision
+    integer per parameter, the slow reference, on the host. isolate: compute each gradient once more on the way back,
+    compiled apart from its derivative, so that its bits are the same in both passes; None: where needed, which is for rules
+    that are not linear in the gradient and under `jax.vmap`. progress: with driver="host", called now and then with
+    ("forward" or "reverse", steps done, steps), as `hg.callbacks.Steps()` is.
     """
 
     capacity: int | None = None
@@ -46,24 +51,27 @@ class Reversible:
     driver: str | None = None
     buffer: str = "device"
     isolate: bool | None = None
+    progress: Callable[[str, int, int], Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.buffer not in ("device", "gmpy2"):
-            raise ValueError(f'`buffer` must be "device" or "gmpy2"; got {self.buffer!r}.')
+        if self.buffer not in ("device", "host", "gmpy2"):
+            raise ValueError(f'`buffer` must be "device", "host" or "gmpy2"; got {self.buffer!r}.')
         if self.driver not in (None, "scan", "host"):
             raise ValueError(f'`driver` must be "scan", "host" or None; got {self.driver!r}.')
-        if self.buffer == "gmpy2" and self.driver == "scan":
-            raise ValueError('buffer="gmpy2" lives in Python and needs driver="host" (or None); got driver="scan".')
+        if self.buffer != "device" and self.driver == "scan":
+            raise ValueError(f'buffer="{self.buffer}" needs Python between the steps, driver="host" (or None); got "scan".')
+        if self.buffer != "device" and self.capacity is not None:
+            raise ValueError(f'buffer="{self.buffer}" grows as it must; `capacity` is for buffer="device".')
+        if self.progress is not None and (self.driver != "host" or not callable(self.progress)):
+            raise ValueError('`progress` is a function of (direction, steps done, steps), and needs driver="host".')
         if self.capacity is not None and (not isinstance(self.capacity, int) or self.capacity < 0):
             raise ValueError(f"`capacity` must be None or a count of 32-bit words per parameter; got {self.capacity!r}.")
         if self.fraction_bits is not None and not 8 <= self.fraction_bits <= 60:
             raise ValueError(f"`fraction_bits` must be from 8 to 60; got {self.fraction_bits!r}.")
 
     @property
-    def driver_name(self) -> str:
-        if self.buffer == "gmpy2":
-            return "host_eager"
-        return self.driver or "scan"
+    def driver_name(self) -> str | None:
+        return {"device": self.driver, "host": "host", "gmpy2": "host_eager"}[self.buffer]
 
     def run(self, problem: Problem, inputs: Inputs) -> Outcome:
         if probing():
@@ -186,51 +194,108 @@ def _all_values(size: int, axes: Any, arguments: Any) -> Any:
     return (inputs._replace(values=values),), (batched._replace(values=flags),)
 
 
-def _forward(problem: Problem, capacity: dict[str, int] | None, inputs: Inputs) -> tuple[Outcome, Exact]:
-    if problem.driver != "scan" and not concrete(inputs):
+def settled_driver(problem: Problem, *arrays: Any) -> Problem:
+    """The problem with its driver decided, by whether these are known and nobody is tracing."""
+    known = _known(arrays)
+    if problem.driver == "either":
+        return dataclasses.replace(problem, driver="host" if known else "scan")
+    if problem.driver != "scan" and not known:
+        cure = "" if problem.source is not None else ', or take hg.Reversible(driver="scan")'
         raise ValueError(
-            'driver="host" and buffer="gmpy2" run training from Python and cannot be traced by jax.jit or jax.vmap. Call it '
-            'outside of them (hg.optimize(..., jit=False)), or take hg.Reversible(driver="scan").'
+            'driver="host", buffer="host" or "gmpy2", and hg.host_batches run training from Python, which cannot be traced '
+            f"by jax.jit or jax.vmap. Call it outside of them (hg.optimize(..., jit=False)){cure}."
         )
+    return problem
+
+
+def _known(arrays: Any) -> bool:
+    return concrete((arrays, jnp.zeros(())))  # inside of jax.jit, what it makes is traced, whatever it is made of
+
+
+def _forward(problem: Problem, capacity: dict[str, int] | None, inputs: Inputs) -> tuple[Outcome, Exact]:
+    problem = settled_driver(problem, inputs)
     with jax.enable_x64(True):
         key = None if capacity is None else tuple(sorted(capacity.items()))
-        return _once(_batched_apart(_jitted_forward) if problem.driver == "scan" else _forward_pass)(problem, key, inputs)
+        if not _known(inputs):
+            return _once(_batched_apart(_jitted_forward))(problem, key, inputs)
+        if problem.driver == "scan":
+            return programs.call(_jitted_forward, (problem, key), inputs)
+        return _forward_pass(problem, key, inputs)
 
 
 def _forward_pass(problem: Problem, capacity: tuple[Any, ...] | None, inputs: Inputs) -> tuple[Outcome, Exact]:
-    names = {link.name: None for _, link, _ in problem.links(inputs.h)}
-    words: dict[str, int | None] = {**names, **dict(capacity or ())}
-    plan = schedules(problem, inputs.h)
-    state = begun(problem, inputs.values, words)
-    end, losses, magnitudes = forward(problem, inputs, state, turns_of(plan))
-    values = {link.name: rule.decoded(end.z, link) for rule, link, _ in problem.links(inputs.h)}
-    status = assess(problem, inputs.values, inputs.h, plan, magnitudes, losses, words)
-    return Outcome(values, losses, status), end
+    plan, state = problem.beside(_begin, inputs.values, inputs.h, static=(capacity,))
+    if problem.shelved and capacity is not None:
+        shelves = {name: [shelf.Shelf() for _ in leaves] for name, leaves in plan.items()}
+        pause, capacity = shelf.keep(plan, shelves), None
+        end, losses, magnitudes = forward(problem, inputs, state, shelf.unslotted(turns_of(plan)), pause)
+        end = shelf.shelved(end, shelves)
+    else:
+        end, losses, magnitudes = forward(problem, inputs, state, turns_of(plan))
+    outcome = problem.beside(_outcome, inputs.values, inputs.h, plan, end.z, losses, magnitudes, static=(capacity,))
+    return outcome, end
+
+
+def _begin(problem: Problem, capacity: tuple[Any, ...] | None, values: Any, h: Any) -> tuple[Any, Exact]:
+    return schedules(problem, h), begun(problem, values, _words(problem, capacity))
+
+
+def _outcome(
+    problem: Problem, capacity: Any, values: Any, h: Any, plan: Any, z: Any, losses: Array, magnitudes: Array
+) -> Outcome:
+    status = assess(problem, values, h, plan, magnitudes, losses, _words(problem, capacity))
+    return Outcome({link.name: rule.decoded(z, link) for rule, link, _ in problem.links(h)}, losses, status)
+
+
+def _words(problem: Problem, capacity: tuple[Any, ...] | None) -> dict[str, int | None]:
+    return {**{link.name: None for rule in problem.rules for link in rule.chain}, **dict(capacity or ())}
 
 
 _jitted_forward = jax.jit(_forward_pass, static_argnums=(0, 1))
 
 
 def _backward(problem: Problem, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any, wanted: Wanted) -> Any:
+    arguments = inputs, end, dvalues, dlosses
+    problem = settled_driver(problem, arguments)
     with jax.enable_x64(True):
-        function = _once(_batched_apart(_jitted_backward) if problem.driver == "scan" else _backward_pass)
-        return function(problem, wanted, inputs, end, dvalues, dlosses)
+        if not _known(arguments):
+            return _once(_batched_apart(_jitted_backward))(problem, wanted, *arguments)
+        if problem.driver == "scan":
+            return programs.call(_jitted_backward, (problem, wanted), *arguments)
+        return _backward_pass(problem, wanted, *arguments)
 
 
 def _backward_pass(
     problem: Problem, wanted: Wanted, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any
 ) -> tuple[tuple[Any, Any, Any], Array, dict[str, Array] | None]:
+    plan, zero = problem.beside(_begin_back, inputs, dvalues, static=(wanted,))
+    if problem.shelved:
+        end, shelves = shelf.unshelved(end)
+        back = reverse(problem, inputs, end, shelf.unslotted(turns_of(plan)), zero, dlosses, shelf.bring(plan, shelves))
+    else:
+        back = reverse(problem, inputs, end, turns_of(plan), zero, dlosses)
+    gradients, found = problem.beside(_gradients, inputs, back)
+    return gradients, found, back.norms
+
+
+def _begin_back(problem: Problem, wanted: Wanted, inputs: Inputs, dvalues: Any) -> tuple[Any, Cotangents]:
+    """When buffers spill, and the cotangents of what comes out."""
     dz = {}
-    for rule, link, _ in problem.links(inputs.h):
-        dz[link.name] = [d.astype(t) for d, t in zip(dvalues[link.name], rule.dtypes, strict=True)]
+    for rule in problem.rules if wanted.statistics else (problem.rule,):
+        for link in rule.chain:
+            dz[link.name] = [d.astype(t) for d, t in zip(dvalues[link.name], rule.dtypes, strict=True)]
     dtheta = jax.tree.map(jnp.zeros_like, inputs.theta) if wanted.theta else None
     dh = [{k: jnp.zeros_like(x) for k, x in hj.items()} for hj in inputs.h]
-    turns = turns_of(schedules(problem, inputs.h))
-    first, ct, losses, norms = reverse(problem, inputs, end, turns, Cotangents(dz, dh, dtheta), dlosses, wanted.statistics)
-    back = intact(problem, inputs.values, first) & jnp.isfinite(losses).all()
-    gradients = jax.tree.map(lambda d, x: d.astype(x.dtype), ct.z, inputs.values)
-    zeros = jax.tree.map(jnp.zeros_like, inputs.theta)
-    return (gradients, ct.h, zeros if ct.theta is None else ct.theta), back, norms
+    return schedules(problem, inputs.h), Cotangents(dz, dh, dtheta)
+
+
+def _gradients(problem: Problem, inputs: Inputs, back: Reversed) -> tuple[tuple[Any, Any, Any], Array]:
+    """Of values, hyperparameters and theta; and per place, whether the start was found again."""
+    found = intact(problem, inputs.values, back.start) & jnp.isfinite(back.losses).all()
+    dvalues = {**jax.tree.map(jnp.zeros_like, inputs.values), **back.ct.z}
+    dvalues = jax.tree.map(lambda d, x: d.astype(x.dtype), dvalues, inputs.values)
+    dtheta = jax.tree.map(jnp.zeros_like, inputs.theta) if back.ct.theta is None else back.ct.theta
+    return (dvalues, back.ct.h, dtheta), found
 
 
 _jitted_backward = jax.jit(_backward_pass, static_argnums=(0, 1))
@@ -244,13 +309,16 @@ def _certificate(forward: Status, intact: Array) -> Status:
 
 
 def _capacities(problem: Problem, h: Any, capacity: int | None) -> dict[str, int]:
-    """Words per parameter to allocate, for each link that decays."""
-    at_least = ledger.capacity if (ledger := current_ledger()) else 0
+    """Words of the buffer per parameter to allocate, for each link that decays."""
+    own = PUBLIC_WORD_BITS // WORD_BITS
+    at_least = own * ledger.capacity if (ledger := current_ledger()) else 0
     guess = lambda link: max(math.ceil(problem.steps * link.bits_a_step / WORD_BITS), at_least)  # noqa: E731  until told
     result = {}
     for (_, link, part), known in zip(problem.links(h), problem.words, strict=True):
-        if link.decay and capacity is not None:
-            result[link.name] = capacity
+        if link.decay and problem.shelved:
+            result[link.name] = shelf.CAPACITY
+        elif link.decay and capacity is not None:
+            result[link.name] = own * capacity
         elif link.decay and concrete(h):
             result[link.name] = max(_exact_words(problem, link, hj) for hj in part)
         elif link.decay:

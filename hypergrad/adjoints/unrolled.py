@@ -35,6 +35,7 @@ class Unrolled:
     driver_name = "scan"
     buffer = "device"
     isolate = False
+    progress = None
 
     def run(self, problem: Problem, inputs: Inputs) -> Outcome:
         return _run(problem, inputs, jax.lax.scan)
@@ -53,6 +54,7 @@ class Checkpointed:
     driver_name = "scan"
     buffer = "device"
     isolate = False
+    progress = None
 
     def __post_init__(self) -> None:
         if self.checkpoints is not None and (not isinstance(self.checkpoints, int) or self.checkpoints < 1):

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from hypergrad.exact import buffer as _device
 from hypergrad.exact import gmpy as _gmpy
+from hypergrad.exact.buffer import HEAD_BITS as HEAD_BITS
+from hypergrad.exact.buffer import PUBLIC_WORD_BITS as PUBLIC_WORD_BITS
 from hypergrad.exact.buffer import WORD_BITS as WORD_BITS
 from hypergrad.exact.buffer import Schedule as Schedule
 from hypergrad.exact.buffer import Turn as Turn
@@ -26,6 +28,7 @@ from hypergrad.exact.limbs import Wide as Wide
 from hypergrad.exact.limbs import same as same
 from hypergrad.exact.ratio import FINE_DENOMINATOR as FINE_DENOMINATOR
 from hypergrad.exact.ratio import MOMENTUM_DENOMINATOR as MOMENTUM_DENOMINATOR
+from hypergrad.exact.ratio import SMALLEST_RATIO as SMALLEST_RATIO
 from hypergrad.exact.ratio import divide as divide
 from hypergrad.exact.ratio import numerator as numerator
 from hypergrad.exact.ratio import substitute as substitute

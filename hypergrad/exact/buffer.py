@@ -2,15 +2,16 @@
 
 Invariant: `divide_by(*multiply_by(buffer, c, ...), ...) == (buffer, c)`, bit for bit.
 
-The buffer of Algorithm 7 is one unbounded integer i per parameter. Here it is a head (int64) and a stack of 32-bit
-words. The top of the stack always mirrors the low 32 bits of the head; to spill a word is to shift it out of the head and
+The buffer of Algorithm 7 is one unbounded integer i per parameter. Here it is a head (uint32) and a stack of 16-bit
+words. The top of the stack always mirrors the low 16 bits of the head; to spill a word is to shift it out of the head and
 to leave its mirror behind. When that must happen depends on n_1..n_T alone:
 
-    if bound >= 2^62 / d: spill, bound <- bound div 2^32
-    bound <- (bound d + d - 1) div n            the largest value that any head of the leaf can hold after this step
+    grown(bound) = (bound d + d - 1) div n      the largest value that any head of the leaf can hold after this step
+    if grown(bound) >= 2^32: spill, bound <- bound div 2^16
+    bound <- grown(bound)
 
-so the schedule is computed before the loop, and both passes read it. A head stays below 2^62, and one word a step is
-enough: what is left after a spill is below 2^30 <= 2^62 / d.
+so the schedule is computed before the loop, and both passes read it. One word a step is enough for n >= d / 2^16: what is
+left after a spill is below 2^16, and (2^16 - 1) d + d - 1 < 2^32 n.
 """
 
 import functools
@@ -23,12 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.exact.limbs import Value, join, over, remainder, split, times
+from hypergrad.exact.limbs import Value, join, over, split, times
 from hypergrad.exact.ratio import divide
 
 
-WORD_BITS = 32
-HEAD_BITS = 62
+WORD_BITS = 16
+HEAD_BITS = 32
+PUBLIC_WORD_BITS = 32  # what users count words by
 
 
 class Turn(NamedTuple):
@@ -43,14 +45,14 @@ class Turn(NamedTuple):
 class Buffer(NamedTuple):
     """Lost digits of one leaf of one link."""
 
-    head: Array  # int64, the parameter's shape
-    stack: Array | None  # uint32 [capacity + 1, ...]; None drops the words (a run that will not be reversed)
+    head: Array  # uint32, the parameter's shape
+    stack: Array | None  # uint16 [capacity + 1, ...]; None drops the words (a run that will not be reversed)
 
 
 def empty_buffer(shape: tuple[int, ...], capacity: int | None) -> Buffer:
     """`capacity`: words per parameter; one slot more is allocated, for the mirror."""
-    stack = None if capacity is None else jnp.zeros((capacity + 1, *shape), jnp.uint32)
-    return Buffer(jnp.zeros(shape, jnp.int64), stack)
+    stack = None if capacity is None else jnp.zeros((capacity + 1, *shape), jnp.uint16)
+    return Buffer(jnp.zeros(shape, jnp.uint32), stack)
 
 
 def is_empty(buffer: Buffer) -> Array:
@@ -59,30 +61,44 @@ def is_empty(buffer: Buffer) -> Array:
 
 def length(buffer: Buffer, words: Array) -> Array:
     """Bits that the integers of Algorithm 7 are long, their mean: those of the words spilled and of what is in each head."""
-    return WORD_BITS * words + jnp.mean(64 - jax.lax.clz(buffer.head))
+    return WORD_BITS * words + jnp.mean((HEAD_BITS - jax.lax.clz(buffer.head)).astype(jnp.float32))
 
 
 def multiply_by(buffer: Buffer, c: Value, n: Array, denominator: int, turn: Turn) -> tuple[Buffer, Value]:
     """c <- c n/d, the digit lost kept in the buffer (Algorithm 7).
 
-    c: int64 [...] or `Wide`; n: int64 [] or [...], 1 <= n <= d; d = `denominator`, a power of two.
+    c: int64 [...] or `Wide`; n: int64 [] or [...], max(1, d / 2^16) <= n <= d; d = `denominator`, a power of two.
     """
-    (i, stack), k = _spill(buffer, turn), _log2(denominator)
+    k = _log2(denominator)
+    i = behind_branch(turn.step >= 0, functools.partial(_next_head, k), buffer.head, c, n, turn.spills)
     c, digit = split(c, k)
-    i = (i << k) | digit  # l. 2-4: i = i d + c mod d, c = c div d
-    quotient = divide(i, n)
-    i, c = quotient, times(c, n, i - quotient * n)  # l. 5-7: c = c n + i mod n, i = i div n
-    return _mirror(Buffer(i, stack), turn), c
+    c = times(c, n, _mod(digit - i.astype(jnp.int64) * n, k))  # l. 4-5: c = c div d, c = c n + i mod n
+    return _mirror(Buffer(i, buffer.stack), turn), c
 
 
 def divide_by(buffer: Buffer, c: Value, n: Array, denominator: int, turn: Turn) -> tuple[Buffer, Value]:
     """The inverse of `multiply_by`: its lines in reverse order."""
-    (i, stack), k = buffer, _log2(denominator)
-    quotient = over(c, n, functools.partial(behind_branch, turn.step >= 0))
-    digits = lambda quotient: i * n + remainder(c, quotient, n)  # noqa: E731  l. 5-7
-    old = join(quotient, digits(quotient) & (denominator - 1), k)  # l. 2-4
-    # The same digits again, from the quotient inside `old`: XLA then divides once, for `old`, and not for the head too.
-    return _unspill(Buffer(digits(split(old, k)[0]) >> k, stack), turn), old
+    k, multiple = _log2(denominator), buffer.head.astype(jnp.int64) * n
+    c, digit = over(c, n, functools.partial(behind_branch, turn.step >= 0))
+    c = join(c, _mod(multiple + digit, k), k)  # l. 4-5
+    i = _last_head(k, multiple, c)
+    return _unspill(Buffer(i, buffer.stack), turn), c
+
+
+def _next_head(k: int, i: Array, c: Value, n: Array, spills: Array) -> Array:
+    """l. 2, 3, 6: i = i d + c mod d, i = i div n."""
+    i = jnp.where(spills, i >> WORD_BITS, i)  # the word is in the stack already
+    return divide((i.astype(jnp.int64) << k) | split(c, k)[1], n)[0].astype(jnp.uint32)
+
+
+def _last_head(k: int, multiple: Array, c: Value) -> Array:
+    """Its inverse, from i n and the old c: i = i n + digit, i = i div d."""
+    return ((multiple + _mod(split(c, k)[1] - multiple, k)) >> k).astype(jnp.uint32)
+
+
+def _mod(x: Array, k: int) -> Array:
+    """x mod 2^k. A remainder by n <= 2^k is known from its last k bits: those of what it is the difference of."""
+    return x & (2**k - 1)
 
 
 def behind_branch(taken: Array | bool, function: Callable[..., Any], *args: Any) -> Any:
@@ -98,14 +114,9 @@ def behind_branch(taken: Array | bool, function: Callable[..., Any], *args: Any)
     return jax.lax.cond(taken, run, nothing, *arrays)
 
 
-def _spill(buffer: Buffer, turn: Turn) -> Buffer:
-    # The word is in the stack already: forget it in the head.
-    return buffer._replace(head=jnp.where(turn.spills, buffer.head >> WORD_BITS, buffer.head))
-
-
 def _unspill(buffer: Buffer, turn: Turn) -> Buffer:
     word = jax.lax.dynamic_index_in_dim(buffer.stack, turn.slot, 0, keepdims=False)
-    head = jnp.where(turn.spills, (buffer.head << WORD_BITS) | word.astype(jnp.int64), buffer.head)
+    head = jnp.where(turn.spills, (buffer.head << WORD_BITS) | word.astype(jnp.uint32), buffer.head)
     return buffer._replace(head=head)
 
 
@@ -114,7 +125,7 @@ def _mirror(buffer: Buffer, turn: Turn) -> Buffer:
     if buffer.stack is None:
         return buffer
     top = turn.slot + turn.spills
-    return buffer._replace(stack=jax.lax.dynamic_update_index_in_dim(buffer.stack, buffer.head.astype(jnp.uint32), top, 0))
+    return buffer._replace(stack=jax.lax.dynamic_update_index_in_dim(buffer.stack, buffer.head.astype(jnp.uint16), top, 0))
 
 
 class Schedule(NamedTuple):
@@ -146,9 +157,10 @@ def words_needed(n: np.ndarray, denominator: int) -> int:
 
 def _next_bound(bound: Any, slot: Any, n: Any, denominator: int, where: Callable[..., Any]) -> tuple[Any, Any]:
     """((bound, slot) after a multiplication by n/d, whether it spilled first); on arrays or on Python integers."""
-    spills = bound >= 2**HEAD_BITS // denominator
+    grown = lambda bound: (bound * denominator + denominator - 1) // n  # noqa: E731
+    spills = grown(bound) >= 2**HEAD_BITS
     bound, slot = where(spills, bound >> WORD_BITS, bound), where(spills, slot + 1, slot)
-    return ((bound * denominator + denominator - 1) // n, slot), spills
+    return (grown(bound), slot), spills
 
 
 def _log2(denominator: int) -> int:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.exact.ratio import divide, divide_small
+from hypergrad.exact.ratio import divide
 
 
 LOW_BITS = 32
@@ -61,23 +61,18 @@ def times(c: Value, n: Array, digit: Array) -> Value:
     return wide(c.high * n, _int64(c.low) * n + digit)
 
 
-def over(c: Value, n: Array, apart: Callable[..., Value]) -> Value:
-    """c div n, floor division. apart(function, *arguments) stores what it computes: XLA would rather divide again for each
-    array made from a quotient."""
-    return apart(_over, c, n) if isinstance(c, Wide) else divide(c, n)
-
-
-def _over(c: Wide, n: Array) -> Wide:
-    high = divide(c.high, n)
-    low = divide_small(((c.high - high * n) << LOW_BITS) | _int64(c.low), n)
-    return Wide(high, low.astype(jnp.uint32))
-
-
-def remainder(c: Value, quotient: Value, n: Array) -> Array:
-    """c mod n of a c whose quotient is known."""
+def over(c: Value, n: Array, apart: Callable[..., Array]) -> tuple[Value, Array]:
+    """(c div n, c mod n), floor division of a c that `times` made. apart(function, *arguments) stores what it computes:
+    XLA would rather divide again for each array made from a quotient."""
     if not isinstance(c, Wide):
-        return c - quotient * n
-    return (_int64(c.low) - _int64(quotient.low) * n) & (2**LOW_BITS - 1)
+        return divide(c, n)
+    low = apart(_low_quotient, c, n)
+    digit = (_int64(c.low) - _int64(low) * n) & (2**LOW_BITS - 1)
+    return Wide(divide(c.high, n)[0], low), digit
+
+
+def _low_quotient(c: Wide, n: Array) -> Array:
+    return divide((divide(c.high, n)[1] << LOW_BITS) | _int64(c.low), n)[0].astype(jnp.uint32)
 
 
 def _int64(x: Array) -> Array:

@@ -3,33 +3,151 @@
 Invariant: a driver only repeats: `carry, ys = body(consts, carry, x)` for every x of xs, in order or in reverse.
 """
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+
+from hypergrad import _programs as programs
 
 
 Body = Callable[[Any, Any, Any], tuple[Any, Any]]  # (consts, carry, x) -> (carry, y)
+Progress = Callable[[str, int, int], Any]  # (direction, steps done, steps)
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class Named:
+    """A body that is the same as another of the same name, so that it need not be traced again."""
+
+    body: Body | None = dataclasses.field(compare=False)  # None once it is traced: JAX keeps what it has a trace of
+    name: Hashable
+
+    def __call__(self, consts: Any, carry: Any, x: Any) -> tuple[Any, Any]:
+        assert self.body is not None
+        return self.body(consts, carry, x)
+
+
+class Pause(NamedTuple):
+    """What Python does before some steps."""
+
+    steps: Collection[int] = ()
+    action: Callable[[int, Any], Any] = lambda t, carry: carry  # (t, carry) -> carry
+
+
+@dataclasses.dataclass(frozen=True)
+class Between:
+    """What a host loop does between its steps."""
+
+    feed: Callable[[int], list[Any]] | None = None  # t -> the last `fed` leaves of `consts`, for step t
+    fed: int = 0
+    pause: Pause = Pause()
+    progress: Progress | None = None  # called at the start, now and then, and at the end
+
+
+SECONDS_BETWEEN_REPORTS = 0.5
 
 
 def scan(body: Body, consts: Any, carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
     return jax.lax.scan(lambda c, x: body(consts, c, x), carry, xs, reverse=reverse)
 
 
-def host(body: Body, consts: Any, carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
-    """A Python loop over the jitted step: XLA runs convolutions on all cores there, in a scan on one."""
-    return _loop(jax.jit(body), consts, carry, xs, reverse)
+def host(
+    body: Named,
+    consts: Any,
+    carry: Any,
+    xs: Any,
+    reverse: bool = False,
+    between: Between = Between(),  # noqa: B008
+) -> tuple[Any, Any]:
+    """A Python loop over one jitted step: XLA runs convolutions on all cores there, in a scan on one.
 
-
-def host_eager(body: Body, consts: Any, carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
-    """A Python loop over the plain step, for buffers that live in Python."""
-    return _loop(body, consts, carry, xs, reverse)
-
-
-def _loop(body: Body, consts: Any, carry: Any, xs: Any, reverse: bool) -> tuple[Any, Any]:
+    The step takes slice t of `xs` and writes row t of `ys`; t counts on the device, and all that changes is donated.
+    """
     steps = jax.tree.leaves(xs)[0].shape[0]
+    inputs, (leaves, tree) = jax.tree.leaves(xs), jax.tree.flatten(carry)
+    like = jax.tree.map(_struct, carry), jax.tree.map(lambda x: _struct(x, x.shape[1:]), xs)
+    traced = programs.trace(_body, body, consts, *like)
+    body.body = None
+    rows = tuple((y.shape, y.dtype) for y in jax.tree.leaves(traced.out)[len(leaves) :])
+    moving = _begin(steps - 1 if reverse else 0, steps, rows, leaves)
+    fixed, fed = jax.tree.leaves(consts), []
+    fixed = fixed[: len(fixed) - between.fed]
+    step = programs.program(
+        (traced.key, len(leaves), reverse), lambda: functools.partial(_step, traced, reverse), donate=(2,)
+    )
+    for t in _watched(between, steps, reverse, lambda: moving[0]):  # noqa: B023 (whatever it is by then)
+        if t in between.pause.steps:
+            carry = between.pause.action(t, jax.tree.unflatten(tree, moving[1]))
+            moving = moving[0], jax.tree.leaves(carry), moving[2]
+        if between.feed is not None:
+            fed = between.feed(t)
+        moving = step((traced.constants, inputs, fixed), fed, moving)
+    return jax.tree.unflatten(tree, moving[1]), jax.tree.unflatten(jax.tree.structure(traced.out[1]), moving[2])
+
+
+def host_eager(
+    body: Body,
+    consts: Any,
+    carry: Any,
+    xs: Any,
+    reverse: bool = False,
+    between: Between = Between(),  # noqa: B008
+) -> tuple[Any, Any]:
+    """A Python loop over the plain step, for buffers that live in Python."""
+    steps = jax.tree.leaves(xs)[0].shape[0]
+    leaves, tree = jax.tree.flatten(consts)
     ys: list[Any] = [None] * steps
-    for t in reversed(range(steps)) if reverse else range(steps):
+    for t in _watched(between, steps, reverse, lambda: ys[-1 if reverse else 0]):
+        if between.feed is not None:
+            consts = jax.tree.unflatten(tree, leaves[: -between.fed] + between.feed(t))
         carry, ys[t] = body(consts, carry, jax.tree.map(lambda x: x[t], xs))  # noqa: B023 (used at once)
     return carry, jax.tree.map(lambda *y: jnp.stack(y), *ys)
+
+
+def _step(traced: programs.Traced, reverse: bool, constant: Any, fed: list[Any], moving: Any) -> Any:
+    (constants, inputs, fixed), (t, carry, ys) = constant, moving
+    x = [jax.lax.dynamic_index_in_dim(a, t, 0, keepdims=False) for a in inputs]
+    out = traced(constants, [*fixed, *fed, *carry, *x])
+    news = [jax.lax.convert_element_type(new, old.dtype) for new, old in zip(out, carry, strict=False)]  # not weak
+    rows = [jax.lax.dynamic_update_index_in_dim(a, y, t, 0) for a, y in zip(ys, out[len(carry) :], strict=True)]
+    return t - 1 if reverse else t + 1, news, rows
+
+
+_body = jax.jit(lambda body, *args: body(*args), static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _begin(t: int, steps: int, rows: Any, carry: list[Any]) -> tuple[Array, list[Array], list[Array]]:
+    """What the steps may overwrite: t, a copy of the carry, room for `ys`."""
+    return (
+        jnp.int32(t),
+        [jnp.array(x, dtype=x.dtype, copy=True) for x in carry],
+        [jnp.zeros((steps, *shape), dtype) for shape, dtype in rows],
+    )
+
+
+def _struct(x: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype)
+
+
+def _watched(between: Between, steps: int, reverse: bool, latest: Callable[[], Any]) -> Iterator[int]:
+    """The steps in order, reported as they get done: at the start, now and then, and at the end."""
+    order = reversed(range(steps)) if reverse else range(steps)
+    if between.progress is None:
+        yield from order
+        return
+    direction, told = "reverse" if reverse else "forward", -math.inf
+    for done, t in enumerate(order):
+        if time.perf_counter() - told >= SECONDS_BETWEEN_REPORTS:
+            jax.block_until_ready(latest())
+            between.progress(direction, done, steps)
+            told = time.perf_counter()
+        yield t
+    jax.block_until_ready(latest())
+    between.progress(direction, steps, steps)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.exact import largest
-from hypergrad.loop.problem import Inputs, Problem, join_steps, magnitudes, split_steps
+from hypergrad.loop.drivers import Pause
+from hypergrad.loop.problem import Inputs, Problem, join_steps, magnitudes, split
 from hypergrad.loop.step import Exact, follow, settled, step
 
 
@@ -19,17 +20,19 @@ class Forward(NamedTuple):
     magnitudes: Array  # float32 [steps + 1, places]: max |z| before the first and after each step
 
 
-def forward(problem: Problem, inputs: Inputs, state: Exact, turns: dict[str, list[Any]]) -> Forward:
+def forward(
+    problem: Problem, inputs: Inputs, state: Exact, turns: dict[str, list[Any]], pause: Pause | None = None
+) -> Forward:
     """Train: `step` for t = 0..steps-1 from `state`. Call it inside `jax.enable_x64(True)`."""
-    constant, stepped = split_steps(inputs.h, problem.steps)
+    constant, stepped = problem.beside(split, inputs.h)
     gradient = problem.maybe_jit(problem.gradient)
 
     def body(consts: Any, state: Exact, x: Any) -> tuple[Exact, Any]:
         return train_step(problem, gradient, consts, state, x)
 
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns)
-    end, (losses, entering, others) = problem.run(body, (constant, inputs.theta, inputs.frozen), state, xs)
-    return Forward(end, losses, in_order(problem, state, end, entering, others))
+    end, (losses, entering, others) = problem.run(body, (constant, inputs.theta, inputs.frozen), state, xs, pause=pause)
+    return Forward(end, losses, problem.beside(in_order, state, end, entering, others))
 
 
 def train_step(problem: Problem, gradient: Callable[..., Any], consts: Any, state: Exact, x: Any) -> tuple[Exact, Any]:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from hypergrad.batches import HostBatches
 from hypergrad.exact import Schedule, behind_branch, schedule
 from hypergrad.loop import drivers
 from hypergrad.loop.step import Exact, Hypers, Rule, Values, returned, settled, start
@@ -70,13 +71,16 @@ class Problem:
     assemble: Assemble
     rule: Rule
     steps: int
-    driver: str  # a name in `DRIVERS`
+    driver: str  # "scan", "host", "host_eager", or "either": the host where values are known, else the scan
     x64: bool  # the caller's setting: the user's functions run under it
     labels: Labels
     words: tuple[int | None, ...]  # per link: buffer words per parameter, where its decay is known beforehand
     throw: bool
     statistics: tuple[Rule, ...] = ()  # how they move, if there are any: one chain of one link, whose "gradient" is evidence
     probed: bool = False  # whether the reverse pass also gives the norms of its cotangents
+    source: HostBatches | None = None  # of batches that Python loads, for host drivers
+    progress: drivers.Progress | None = None  # told by host drivers how far they are
+    shelved: bool = False  # whether spilled words go to host memory
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -129,15 +133,36 @@ class Problem:
             (value, seen), g = jax.value_and_grad(self.value, has_aux=True)(w, theta, frozen, batch)
         return value, *settled((g, seen))
 
-    def run(self, body: drivers.Body, consts: Any, carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
-        return DRIVERS[self.driver](body, consts, carry, xs, reverse)
+    def run(
+        self, body: drivers.Body, consts: Any, carry: Any, xs: Any, reverse: bool = False, pause: drivers.Pause | None = None
+    ) -> tuple[Any, Any]:
+        """The body over all steps: a function of (consts, carry, x) that closes over nothing but what the problem fixes."""
+        if self.driver == "scan":
+            return drivers.scan(body, consts, carry, xs, reverse)
+        feed, fed = None, 0
+        if self.source is not None:
+            feed, fed = functools.partial(self.source.leaves, steps=self.steps), len(self.source.like)
+        same = dataclasses.replace(self, source=None, progress=None)
+        named = drivers.Named(body, (body.__code__, same))
+        loop = drivers.host if self.driver == "host" else drivers.host_eager
+        between = drivers.Between(feed, fed, pause or drivers.Pause(), self.progress)
+        return loop(named, consts, carry, xs, reverse, between)
+
+    def beside(self, function: Callable[..., Any], *args: Any, static: tuple[Any, ...] = ()) -> Any:
+        """function(problem, *static, *args), which calls no function of the user: one program where Python runs the loop."""
+        if self.driver != "host":
+            return function(self, *static, *args)
+        shell = dataclasses.replace(self, loss=None, assemble=None, source=None, progress=None)  # type: ignore[arg-type]
+        return _beside(function, shell, static, *args)
 
     def maybe_jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Jit what the driver leaves in Python, so that both directions run the same programs."""
         return eqx.filter_jit(function) if self.driver == "host_eager" else function
 
 
-DRIVERS = {"scan": drivers.scan, "host": drivers.host, "host_eager": drivers.host_eager}
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _beside(function: Callable[..., Any], problem: Problem, static: tuple[Any, ...], *args: Any) -> Any:
+    return function(problem, *static, *args)
 
 
 def schedules(problem: Problem, h: Hypers) -> dict[str, list[Schedule]]:
@@ -174,6 +199,11 @@ def split_steps(h: Hypers, steps: int) -> tuple[Hypers, Hypers]:
     constant = [{k: _squeezed(x[0]) for k, x in hj.items() if x.shape[0] != steps} for hj in h]
     stepped = [{k: jax.vmap(_squeezed)(x) for k, x in hj.items() if x.shape[0] == steps} for hj in h]
     return constant, stepped
+
+
+def split(problem: Problem, h: Hypers) -> tuple[Hypers, Hypers]:
+    """`split_steps`, for `Problem.beside`."""
+    return split_steps(h, problem.steps)
 
 
 def join_steps(constant: Hypers, stepped: Hypers) -> Hypers:

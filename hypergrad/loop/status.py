@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.errors import BUFFER_FULL, DECAY, NON_FINITE, OK, RANGE, Status
-from hypergrad.exact import WORD_BITS, Schedule, is_nan_mark
+from hypergrad.exact import PUBLIC_WORD_BITS, WORD_BITS, Schedule, is_nan_mark
 from hypergrad.loop.problem import Problem
 from hypergrad.loop.step import Hypers, Values
 from hypergrad.optimizers.expand import first_bad_decay, first_true
@@ -36,7 +36,7 @@ def assess(
         code, step = jnp.where(c != OK, c, code), jnp.where(c != OK, s, step)
         place, value = jnp.where(c != OK, p, place), jnp.where(c != OK, v, value)
     bits, ideal = _bits(problem, values, h, plan)
-    words = most_words(plan)
+    words = -(-most_words(plan) * WORD_BITS // PUBLIC_WORD_BITS)
     as_int = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
     as_float = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
     return Status(

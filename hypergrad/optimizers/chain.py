@@ -32,7 +32,7 @@ class Link(NamedTuple):
     name: str
     increment: Callable[..., Array]
     decay: str | None = None  # the hyperparameter (or `prepare`d value) that is rho; None: rho = 1, nothing is lost
-    denominator: int = MOMENTUM_DENOMINATOR  # d of rho = n/d, a power of two up to 2^24
+    denominator: int = MOMENTUM_DENOMINATOR  # d of rho = n/d, a power of two from 2^12 to 2^24
     may_be_one: bool = False  # whether rho = 1 (nothing decays) makes sense here
     start: Callable[[Array], Array] = jnp.zeros_like  # parameter leaf -> initial value, and so the link's shape
     wide: bool = False  # two integers a value: 2^8 times the range, 2^-24 times the quantum (for means of squares)
@@ -114,7 +114,7 @@ def _check_chain(name: str, chain: tuple[Link, ...]) -> None:
         ) from e
     for link in chain:
         d = link.denominator
-        if d < 2 or d > 2**24 or d & (d - 1):
-            raise TypeError(f"{name}, link `{link.name}`: denominator must be a power of two from 2 to 2^24; got {d}.")
+        if d < 2**12 or d > 2**24 or d & (d - 1):
+            raise TypeError(f"{name}, link `{link.name}`: denominator must be a power of two from 2^12 to 2^24; got {d}.")
         if link.wide and link.decay and d > WIDE_DENOMINATOR:
             raise TypeError(f"{name}, link `{link.name}`: a wide link has a denominator of at most 2^16; got {d}.")

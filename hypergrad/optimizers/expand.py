@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad.errors import RangeError, decay_sentence
-from hypergrad.exact import default_fraction_bits, numerator, to_ratio
+from hypergrad.exact import SMALLEST_RATIO, default_fraction_bits, numerator, to_ratio
 from hypergrad.hypers import describe
 from hypergrad.optimizers.chain import Link, Optimizer
 from hypergrad.optimizers.statistics import MEANS, Statistics
@@ -95,7 +95,7 @@ def concrete(x: Any) -> bool:
 
 
 def decay_interval(link: Link) -> tuple[float, float]:
-    return 1 / link.denominator, 1.0 if link.may_be_one else 1 - 1 / link.denominator
+    return max(1 / link.denominator, SMALLEST_RATIO), 1.0 if link.may_be_one else 1 - 1 / link.denominator
 
 
 def first_bad_decay(link: Link, h: dict[str, Array]) -> tuple[Array, Array, Array]:

@@ -1,0 +1,80 @@
+"""Every road to the hypergradient, ours and the opponents': what is measured, in the order of the tables."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+
+import hypergrad as hg
+from experiments.benchmarks import loops as python_loops
+from experiments.benchmarks import opponents
+from experiments.benchmarks.workloads import Task
+
+
+OURS: dict[str, Callable[[Any], Any]] = {"sgd": hg.SGD, "adam": hg.Adam}  # a key of `opponents.RULES` -> optimizer
+
+
+def reversible(task: Task, learning_rates: Array) -> Array:
+    return jax.grad(lambda a: task.validation(trained(task, a)))(learning_rates)
+
+
+def exact_forward(task: Task, learning_rates: Array) -> Array:
+    """Training on the grid, without a derivative."""
+    return task.validation(trained(task, learning_rates))
+
+
+def trained(task: Task, learning_rates: Array, adjoint: Any = None, loss: Any = None) -> Any:
+    """loss: the task's with three arguments, where it must be the same object in every call."""
+    optimizer = OURS[task.rule](hg.PerStep(learning_rates))
+    run = hg.train(
+        loss or three_arguments(task), task.params, optimizer, task.batch, steps=task.steps,
+        adjoint=adjoint or hg.Reversible(driver="scan"),
+    )  # fmt: skip
+    return run.params
+
+
+def three_arguments(task: Task) -> Callable[[Any, Any, Any], Array]:
+    return lambda w, _, batch: task.loss(w, batch)
+
+
+def host_reversible(task: Task, adjoint: Any = hg.Reversible(driver="host")) -> python_loops.Run:  # noqa: B008 (frozen)
+    loss, validation = three_arguments(task), jax.jit(task.validation)
+    return jax.grad(lambda a: validation(trained(task, a, adjoint, loss)))
+
+
+class Road(NamedTuple):
+    name: str
+    function: Callable[..., Any]
+    kind: str  # "plain": float training; "exact": on the grid; "elsewhere": not in JAX; "ours", "opponent": a hypergradient
+    loop: bool = False  # function: task -> (rates -> result), run from Python; else (task, rates) -> result, compiled whole
+    bytes: Callable[[], int] | None = None  # what runs have taken, where neither XLA nor this process knows
+    options: Callable[[], Any] = lambda: None  # for the compiler, where it is compiled whole
+
+
+ROADS = (
+    Road("plain training, scan", opponents.plain, "plain"),
+    Road("plain training, scan, the same options", opponents.plain, "plain", options=hg.compiler_options),
+    Road("plain training, loop", python_loops.plain, "plain", loop=True),
+    Road("exact training, scan", exact_forward, "exact"),
+    Road("exact training, as hg.optimize compiles", exact_forward, "exact", options=hg.compiler_options),
+    Road("hg.Reversible, scan", reversible, "ours"),
+    Road("hg.Reversible, as hg.optimize compiles", reversible, "ours", options=hg.compiler_options),
+    Road("hg.Reversible, host", host_reversible, "ours", loop=True),
+    Road("unroll", opponents.unrolled, "opponent"),
+    Road("remat", opponents.remat, "opponent"),
+    Road("sqrt-remat", opponents.sqrt_remat, "opponent"),
+    Road("equinox, 8 states", opponents.equinox_checkpointed, "opponent"),
+    Road("equinox, default", functools.partial(opponents.equinox_checkpointed, checkpoints=None), "opponent"),
+    Road("replay tree, 4-ary", opponents.tree, "opponent"),
+    Road("unroll, loop", python_loops.unrolled, "opponent", loop=True),
+    Road("remat, loop", python_loops.remat, "opponent", loop=True),
+    Road("sqrt-remat, loop", python_loops.sqrt_remat, "opponent", loop=True),
+    Road("replay tree, 4-ary, loop", python_loops.tree, "opponent", loop=True),
+)
+
+
+def roads_for(loops: bool) -> list[Road]:
+    """loops: opponents as Python loops too."""
+    return [road for road in ROADS if loops or not (road.loop and road.kind == "opponent")]

@@ -1,0 +1,70 @@
+"""What it costs before the first number: compilation, beside the raw-JAX unroll's, and importing.
+
+python -m experiments.benchmarks.starting [--rounds 3]
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+
+from experiments.benchmarks import opponents, roads
+from experiments.benchmarks.workloads import WORKLOADS, Task
+
+
+DEPENDENCIES = "import equinox, gmpy2, jax, jax.numpy, numpy, optax"
+
+
+def compiling(task: Task, rounds: int) -> dict[str, list[float]]:
+    """Seconds to trace and compile a hypergradient from empty caches, {road: one per round}."""
+    functions = {"hg.Reversible": roads.reversible, "unroll": opponents.unrolled, "remat": opponents.remat}
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            jax.clear_caches()
+            begin = time.perf_counter()
+            jax.jit(lambda rates, f=function: f(task, rates)).lower(task.rates).compile()
+            seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def importing(rounds: int) -> dict[str, list[float]]:
+    """Seconds of a Python that imports the dependencies, and of one that imports hypergrad after them."""
+    programs = {"dependencies": DEPENDENCIES, "dependencies and hypergrad": f"{DEPENDENCIES}\nimport hypergrad"}
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(1 + rounds):  # the first reads the files
+        for name, program in programs.items():
+            begin = time.perf_counter()
+            subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def beyond(imports: dict[str, list[float]]) -> float:
+    """Seconds that hypergrad's own modules take: the median difference within a round."""
+    return statistics.median(b - a for a, b in zip(*imports.values(), strict=True))
+
+
+def compile_ratio(seconds: dict[str, Sequence[float]]) -> float:
+    """Ours to the unroll's, medians."""
+    return statistics.median(seconds["hg.Reversible"]) / statistics.median(seconds["unroll"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
+    print(f"import hypergrad, beyond its dependencies: {beyond(importing(rounds)):.2f} s")
+    for name, workload in WORKLOADS.items():
+        seconds = compiling(workload.task(), rounds)
+        times = ", ".join(f"{road} {statistics.median(s):.2f} s" for road, s in seconds.items())
+        print(f"{name}: to compile: {times}; ours {compile_ratio(seconds):.2f} times the unroll's", flush=True)
+
+
+if __name__ == "__main__":
+    main()

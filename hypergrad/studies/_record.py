@@ -1,0 +1,99 @@
+"""What connects the rest of the library with a study: `RecordTrials`, `prune_on_error`."""
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optuna
+from optuna.trial import TrialState
+
+from hypergrad.errors import HypergradError
+from hypergrad.hypers import hyper_path, natural
+
+
+class RecordTrials:
+    """A callback of `hg.optimize`: each meta-step becomes a trial of `study`, with the validation value as its value.
+
+    Attributes of the trial: run, meta_step, seconds, gradient_norm, gradient_evaluations (elementary ones, `evaluations` of
+    them a meta-step: a number that you measure, None leaves it out), certificate ("exact", or the sentence of what went
+    wrong; None if nothing was trained), bits_per_parameter_step, monitor, and `hypers` with the natural value of each that
+    is one number. A value that is not finite makes a failed trial. With a `checkpoint` no meta-step is recorded twice.
+    """
+
+    def __init__(self, study: optuna.Study, evaluations: float | None = None) -> None:
+        self.study, self.evaluations = study, evaluations
+        self.begin(None)
+
+    def begin(self, history: list[Any] | None) -> None:
+        runs = [t.user_attrs.get("run", -1) for t in self.study.get_trials(deepcopy=False)]
+        self.run = max(runs, default=-1) + (0 if history and max(runs, default=-1) >= 0 else 1)
+        for done in history or ():
+            self(done)
+
+    def __call__(self, done: Any) -> None:
+        place = {"run": self.run, "meta_step": done.step}
+        trials = self.study.get_trials(deepcopy=False)
+        if any({k: t.user_attrs.get(k) for k in place} == place for t in trials):
+            return
+        finite = math.isfinite(done.value)
+        self.study.add_trial(
+            optuna.create_trial(
+                state=TrialState.COMPLETE if finite else TrialState.FAIL,
+                value=done.value if finite else None,
+                user_attrs=place | self._attributes(done),
+            )
+        )
+
+    def _attributes(self, done: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "seconds": done.seconds,
+            "gradient_norm": _number(done.gradient_norm),
+            "gradient_evaluations": self.evaluations,
+            "certificate": None if done.status is None else done.status.sentence() or "exact",
+            "bits_per_parameter_step": _number(done.bits_per_parameter_step),
+            "monitor": _number(done.monitor),
+            "hypers": _single_numbers(done.hypers),
+        }
+        return {k: v for k, v in found.items() if v is not None}
+
+
+def _number(x: float) -> float | None:
+    return float(x) if math.isfinite(x) else None
+
+
+def _single_numbers(hypers: Any) -> dict[str, float]:
+    leaves = jax.tree_util.tree_leaves_with_path(natural(hypers))
+    numbers = {hyper_path(path): x for path, x in leaves if np.shape(x) == () and np.asarray(x).dtype.kind == "f"}
+    return {path: float(x) for path, x in numbers.items()}
+
+
+def prune_on_error(objective: Callable[..., Any]) -> Callable[..., Any]:
+    """The objective, with any `HypergradError` inside it turned into `optuna.TrialPruned`.
+
+    `study.optimize(hg.studies.prune_on_error(objective))`: a training run that diverges costs its trial and not the study.
+    The sentence is kept as the trial's attribute "error". It is recognised out of the user's own `jax.jit` too, where JAX
+    raises an error of its own with our sentence in it.
+    """
+
+    @functools.wraps(objective)
+    def pruned(trial: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            return objective(trial, *arguments, **options)
+        except Exception as error:
+            sentence = str(error) if isinstance(error, HypergradError) else _sentence_inside(str(error))
+            if sentence is None:
+                raise
+            trial.set_user_attr("error", sentence)
+            raise optuna.TrialPruned(sentence) from error
+
+    return pruned
+
+
+def _sentence_inside(text: str) -> str | None:
+    """The sentence of one of our errors in what JAX raised of it: a `JaxRuntimeError`, or a ValueError when it came late."""
+    found = re.search(r"hypergrad\.\w+Error: (.*)", text)
+    return found and found[1]

@@ -1,0 +1,177 @@
+"""The benchmarks run, in their smallest form; their checkers catch lies; their laws hold where they can be counted."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import _record
+from experiments.benchmarks import (
+    _measure,
+    _performance_plots,
+    exact_layer,
+    integers,
+    laws,
+    long_reversal,
+    loops,
+    opponents,
+    performance,
+    report,
+    roads,
+    starting,
+    workloads,
+)
+from experiments.benchmarks._measure import Limits, measure
+from experiments.benchmarks.roads import Road
+
+
+TINY = workloads.mlp_task(12, (6, 3), 4, 20)
+ONCE = Limits(rounds=1)
+PLAIN = Road("plain training, scan", opponents.plain, "plain")
+UNROLL = Road("unroll", opponents.unrolled, "opponent")
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation():
+    """Miniatures take their time to compile, not to run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_long_reversal_is_exact_in_short():
+    proof = long_reversal.certify(40)
+    assert proof.exact and proof.first_mismatch is None
+
+
+def test_every_road_gives_the_same_hypergradient():
+    rows = measure(TINY, roads.ROADS, ONCE, tolerance=1e-4)  # raises where one disagrees
+    assert [row.name for row in rows] == [road.name for road in roads.ROADS] == list(laws.LAWS)
+    for row in rows:
+        assert len(row.seconds) == len(row.ratios) == 1 and row.bytes is not None and row.steps == 12
+        assert (row.error is None) == (row.kind in ("plain", "exact"))
+
+
+def test_adam_gives_the_same_hypergradient():
+    task = workloads.mlp_task(6, (6, 3), 4, 20, rule="adam")
+    ours = next(road for road in roads.ROADS if road.name == "hg.Reversible, scan")
+    assert [row.name for row in measure(task, [PLAIN, ours, UNROLL], ONCE)] == [PLAIN.name, ours.name, UNROLL.name]
+
+
+def test_a_wrong_hypergradient_is_caught():
+    lie = Road("wrong", lambda task, a: 1.02 * opponents.unrolled(task, a), "opponent")
+    with pytest.raises(_measure.Disagreement, match="wrong disagrees with unroll: relative error 2.0e-02"):
+        measure(TINY, [PLAIN, UNROLL, lie], ONCE)
+
+
+def test_a_road_that_needs_too_much_is_timed_on_fewer_steps():
+    unroll = measure(TINY, [PLAIN, UNROLL], Limits(1, bytes=1000.0))[1]
+    assert unroll.bytes > 1000 and unroll.steps == _measure._halved(12, unroll.bytes / 1000) < 12
+    assert _measure._halved(100, 0.5) == 100 and _measure._halved(100, 2.1) == 25 and _measure._halved(3, 1e9) == 1
+
+
+def test_replays_are_what_the_loops_do(monkeypatch):
+    """The law of a loop counts gradients; so does this, one call at a time."""
+    calls = []
+    monkeypatch.setattr(jax, "jit", lambda function: lambda *a: calls.append(len(a)) or function(*a))
+    monkeypatch.setattr(opponents, "step", lambda task, state, t, a: (state[0] + a, state[1]))
+    for steps, name, build in ((7, "replay tree, 4-ary, loop", loops.tree), (10, "sqrt-remat, loop", loops.sqrt_remat)):
+        calls.clear()
+        task = TINY._replace(steps=steps, params=jnp.zeros(2), loss=lambda w, batch: jnp.sum(w))
+        np.testing.assert_array_equal(build(task)(task.rates), np.full(steps, 2.0))
+        steps_and_pulls = sum(count >= 3 for count in calls)
+        assert steps_and_pulls == laws.LAWS[name].gradients(steps)
+
+
+def test_factors_multiply_to_the_number_of_steps():
+    for steps in (1, 2, 13, 100, 200, 256, 1024):
+        first, second = opponents.halves(steps)
+        assert first * second == steps and first <= second
+        assert np.prod(opponents.branches(steps, 4)) == steps
+    assert opponents.branches(1024, 4) == (4,) * 5 and opponents.branches(200, 4) == (4, 2, 5, 5)
+
+
+def test_binomial_law_at_its_corners():
+    assert laws.binomial(10, 1) == 10 + 10 * 9 // 2 + 9 - 9  # one state: 1 + ... + 9 replayed
+    assert laws.binomial(6, 100) == 6 + 6 - 1  # a state for each step
+
+
+def test_the_first_scheme_catches_a_reversal_that_missed():
+    task = TINY._replace(steps=3)
+    found = integers.measure(task, 3, rounds=1)
+    assert found["error"] < 1e-3 and found["ratio"] > 1 and set(found["nanoseconds"]) == {"forward", "backward"}
+    scheme, rates = integers.Pass(task), np.asarray(task.rates)
+    w, v, store = scheme.forward(rates)
+    v[0] += 1
+    with pytest.raises(AssertionError, match="missed the initial bits"):
+        scheme.backward(w, v, store, rates)
+
+
+def test_multiplying_keeps_what_it_loses():
+    store, x = integers.Store(5), np.array([-(2**60), -1, 0, 1, 2**60 + 12345])
+    y = x
+    for _ in range(50):
+        y = integers.multiply(y, store, integers.MOMENTUM, integers.DENOMINATOR)
+    assert max(digits.bit_length() for digits in store.digits) > 0 and not np.array_equal(x, y)
+    for _ in range(50):
+        y = integers.multiply(y, store, integers.DENOMINATOR, integers.MOMENTUM)
+    assert np.array_equal(x, y) and not store.digits.any()
+
+
+def test_the_exact_layer_is_timed_by_differences():
+    times = exact_layer.measure(50, 1, short=4, long=8)
+    assert len(times) == 4 and all(np.isfinite(list(times.values())))
+
+
+def test_starting_costs_are_ratios_of_medians():
+    assert starting.compile_ratio({"hg.Reversible": [1.0, 3.0, 9.0], "unroll": [2.0, 2.0, 7.0]}) == 1.5
+    assert starting.beyond({"dependencies": [1.0, 2.0, 3.0], "and hypergrad": [1.5, 2.25, 9.0]}) == 0.5
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    """A record of one workload, measured by the command that measures all, with few roads."""
+    out = tmp_path_factory.mktemp("performance")
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in = UNROLL._replace(name="hg.Reversible, scan", kind="ours")  # quick to compile
+        patch.setattr(performance, "roads_for", lambda loops: [PLAIN, stand_in, UNROLL])
+        performance.main(performance.Config(parts=("mlp",), rounds=2, tiny=True, out=out))
+    return out / "mlp.json"
+
+
+def test_the_report_fills_its_places(record, tmp_path):
+    page = pathlib.Path(__file__).parent.parent / "docs" / "performance.md"
+    (tmp_path / "performance.md").write_text(page.read_text())
+    text = report.main(report.Config(results=record.parent, docs=tmp_path)).read_text()
+    kept = page.read_text()
+    numbers = _record.read(record)["numbers"]
+    assert f"{numbers['parameters']} parameters. A step of plain training takes" in text
+    assert text.count("| **hg.Reversible, scan** |") >= 1 and numbers["machine"]["processor"] in text
+    place = lambda page: page.split("<!-- begin conv -->")[1].split("<!-- end conv -->")[0]  # noqa: E731
+    assert place(text) == place(kept)  # no record of it here
+
+
+def test_the_page_has_all_places_and_the_report_says_what_is_missing():
+    text = (pathlib.Path(__file__).parent.parent / "docs" / "performance.md").read_text()
+    for name in report.SECTIONS:
+        assert report.filled(text, name, "new").count("\n\nnew\n\n") == 1
+    with pytest.raises(ValueError, match="no place called 'mlp'"):
+        report.filled("nothing", "mlp", "new")
+    assert report.filled("<!-- begin a -->old<!-- end a --> rest", "a", "new").endswith("new\n\n<!-- end a --> rest")
+
+
+def test_an_unknown_part_is_refused():
+    with pytest.raises(SystemExit, match="no part is called 'mpl'; there are mlp, wide_mlp"):
+        performance.main(performance.Config(parts=("mpl",)))
+
+
+def test_curves_are_drawn(tmp_path):
+    road = {"steps": [16, 64], "seconds": [1.0, 4.0], "bytes": [1e6, 2e6]}
+    road |= {"predicted_time": [16.0, 64.0], "predicted_bytes": [1e6, 2e6]}
+    numbers = {"sizes": (3, 2), "batch": 4, "curves": dict.fromkeys([*_performance_plots.DRAWN, PLAIN.name], road)}
+    pictures = performance._plots.save(tmp_path, _performance_plots.curves(json.loads(json.dumps(numbers))))
+    assert [p.path.name for p in pictures] == ["memory.png", "time.png"]
+    assert all(p.path.stat().st_size > 10_000 for p in pictures)

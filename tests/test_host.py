@@ -1,0 +1,361 @@
+"""The host driver: the same step as the scan, compiled once per program, with batches that Python loads."""
+
+import functools
+import gc
+import io
+import itertools
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import network
+from tiny import BATCHES, PARAMS, SGD, fails, final, loss, train
+
+import hypergrad as hg
+from hypergrad import _programs as programs
+from hypergrad._train import set_up
+from hypergrad.adjoints import reversible
+from hypergrad.loop import shelf
+
+
+HOST = hg.Reversible(driver="host")
+ROWS = np.arange(12, dtype=np.float32).reshape(6, 2) / 10
+
+
+def final_of(batches, adjoint=HOST, steps=6):
+    return lambda params: final(params=params, batches=batches, steps=steps, adjoint=adjoint)
+
+
+@functools.cache
+def expected():
+    """Value and gradient over `ROWS`, from an array on the device."""
+    return jax.value_and_grad(final_of(hg.stacked(ROWS)))(PARAMS)
+
+
+def assert_equal(got, wanted):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def key_of(function, *args):
+    return programs.key_of(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def scaled(factor, shift=0.0, power=2):
+    """A function that no other call returns."""
+    data = jnp.arange(3.0) + shift
+    return lambda x: jax.lax.scan(lambda c, u: (c * u + factor, jax.nn.relu(c)), x**power, data)
+
+
+def test_programs_are_told_apart_by_what_they_compute():
+    x = jnp.float32(2)
+    assert key_of(scaled(2.0), x) == key_of(scaled(2.0), x)
+    assert key_of(scaled(2.0), x) == key_of(scaled(2.0, shift=1.0), x), "arrays are arguments"
+    others = [scaled(2.5), scaled(-2.0), scaled(2.0, power=3), scaled(0.0), scaled(-0.0), lambda x: (x, x), lambda x: x]
+    keys = [key_of(f, x) for f in (scaled(2.0), *others)] + [key_of(lambda x: x, jnp.int32(2))]
+    for a, b in itertools.combinations(keys, 2):
+        assert a != b
+    ask = lambda host: lambda x: jax.pure_callback(host, jax.ShapeDtypeStruct((), jnp.float32), x)  # noqa: E731
+    same = lambda x: x  # noqa: E731
+    assert key_of(ask(same), x) == key_of(ask(same), x) != key_of(ask(lambda x: x), x)
+
+
+def test_a_program_is_called_with_the_arrays_of_its_own_function():
+    values = [programs.call(jax.jit(scaled(2.0, shift)), (), jnp.float32(2)) for shift in (0.0, 1.0)]
+    assert_equal(values, [jax.jit(scaled(2.0, shift))(jnp.float32(2)) for shift in (0.0, 1.0)])
+    assert values[0][0] != values[1][0]
+
+
+@pytest.mark.parametrize("driver", ["scan", "host"])
+def test_a_fresh_loss_with_the_old_program_does_not_compile(driver, monkeypatch):
+    made = []
+    program = programs.program
+    monkeypatch.setattr(
+        programs, "program", lambda key, make, donate=(): program(key, lambda: made.append(key) or make(), donate)
+    )
+
+    def gradient(factor):
+        fresh = lambda params, theta, batch: factor * loss(params, theta, batch)  # noqa: E731
+        return jax.grad(lambda p: final(loss=fresh, params=p, adjoint=hg.Reversible(driver=driver)))(PARAMS)["w"]
+
+    first = gradient(1.5)
+    made.clear()
+    assert_equal(gradient(1.5), first)
+    assert not made
+    assert (gradient(1.25) != first).all() and len(made) == 2
+
+
+def test_what_the_user_holds_survives_the_loop():
+    value, pull = jax.vjp(final_of(BATCHES, steps=3), PARAMS)
+    assert_equal(pull(jnp.ones_like(value)), pull(jnp.ones_like(value)))
+    assert np.isfinite(PARAMS["w"]).all()
+
+
+def driver_of(net, adjoint, cores, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    problem, inputs, _ = set_up(net.loss, net.params(), SGD, net.batches(3), net.theta(), 3, None, adjoint, True)
+    eager = reversible.settled_driver(problem, inputs).driver
+    traced = []
+    jax.eval_shape(lambda inputs: traced.append(reversible.settled_driver(problem, inputs).driver), inputs)
+    jax.eval_shape(lambda: traced.append(reversible.settled_driver(problem, inputs).driver))
+    return {eager}, set(traced)
+
+
+def test_the_driver_is_chosen_by_rule(monkeypatch):
+    choose = functools.partial(driver_of, monkeypatch=monkeypatch)
+    assert choose(network("convolution"), hg.Reversible(), 2) == ({"host"}, {"scan"})
+    assert choose(network("convolution"), hg.Reversible(), 1) == ({"scan"}, {"scan"})
+    assert choose(network("convolution"), hg.Reversible(driver="scan"), 2) == ({"scan"}, {"scan"})
+    assert choose(network("convolution"), hg.Unrolled(), 2) == ({"scan"}, {"scan"})
+    assert choose(network("tanh"), hg.Reversible(), 2) == ({"scan"}, {"scan"})
+
+
+NOT_TRACED = ('driver="host"', "hg.host_batches", "jax.jit or jax.vmap", "hg.optimize(..., jit=False)")
+
+
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: lambda p: jax.vmap(f)(jax.tree.map(lambda x: x[None], p))])
+@pytest.mark.parametrize("known", [False, True], ids=["traced", "constants"])
+def test_the_host_driver_is_not_traced(transform, known):
+    with fails(ValueError, *NOT_TRACED, 'driver="scan"'):
+        run = final_of(BATCHES, steps=3)
+        transform(run)(PARAMS) if not known else jax.jit(lambda: run(PARAMS))()
+
+
+SOURCES = {
+    "list": lambda folder: list(ROWS),
+    "function": lambda folder: lambda t: ROWS[t],
+    "array": lambda folder: ROWS,
+    "file": lambda folder: saved(folder / "rows"),
+    "one memory for all": lambda folder: refilled(np.empty(2, np.float32)),
+    "float64": lambda folder: ROWS.astype(np.float64),
+}
+
+
+def saved(path):
+    np.memmap(path, np.float32, "w+", shape=ROWS.shape)[:] = ROWS
+    return np.memmap(path, np.float32, "r", shape=ROWS.shape)
+
+
+def refilled(room):
+    def load(t):
+        room[:] = ROWS[t]
+        return room
+
+    return load
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_batches_from_python_train_as_an_array_does(kind, tmp_path):
+    batches = hg.host_batches(SOURCES[kind](tmp_path))
+    assert_equal(jax.value_and_grad(final_of(batches, adjoint=hg.Reversible()))(PARAMS), expected())
+
+
+def test_batches_from_python_may_be_trees_and_know_their_number():
+    batches = hg.host_batches([{"x": row, "n": np.int32(i)} for i, row in enumerate(ROWS)])
+    tree_loss = lambda params, theta, batch: loss(params, theta, batch["x"] + 0 * batch["n"])  # noqa: E731
+    trained = hg.train(tree_loss, PARAMS, SGD, batches)
+    assert_equal(trained.losses, train(batches=hg.stacked(ROWS), steps=6, adjoint=HOST).losses)
+    certificate = hg.check_reversal(tree_loss, PARAMS, SGD, batches, steps=4)
+    assert certificate.exact
+
+
+def test_gmpy2_takes_batches_from_python_too():
+    exact = hg.Reversible(buffer="gmpy2")
+    got = jax.value_and_grad(final_of(hg.host_batches(list(ROWS)), exact, steps=3))(PARAMS)
+    assert_equal(got, jax.value_and_grad(final_of(hg.stacked(ROWS[:3]), exact, steps=3))(PARAMS))
+
+
+def ending(t):
+    return iter(ROWS[t:4]).__next__()
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "fragments"),
+    [
+        (list(ROWS[:4]), ValueError, ("`batches` ends early", "4 batches for steps=6")),
+        (lambda t: ROWS[:4][t], ValueError, ("`batches` ended early", "step 4 of 6")),
+        (ending, ValueError, ("`batches` ended early", "step 4 of 6")),
+        ([*ROWS[:5], np.ones(3, np.float32)], ValueError, ("changes its shapes", "at step 5", "float32[3]", "float32[2]")),
+        (lambda t: ROWS[t] if t < 3 else (ROWS[t], 1), ValueError, ("changes its structure", "at step 3")),
+        ([np.ones(2, np.int32), *ROWS[1:]], ValueError, ("changes its shapes", "at step 1", "float32[2]", "int32[2]")),
+    ],
+    ids=["short list", "index error", "stop iteration", "shape", "structure", "dtype"],
+)
+def test_a_source_that_ends_or_changes(source, error, fragments):
+    with fails(error, *fragments):
+        final_of(hg.host_batches(source))(PARAMS)
+
+
+def test_a_source_that_is_not_repeatable():
+    rng = np.random.default_rng(0)
+    with fails(hg.ReversalError, "another batch for step 5", "np.random.default_rng((seed, t))"):
+        jax.grad(final_of(hg.host_batches(lambda t: rng.normal(size=2))))(PARAMS)
+
+
+def test_the_checksum_sees_one_bit():
+    rows = ROWS.copy()
+    batches = hg.host_batches(rows)
+    value, pull = jax.vjp(final_of(batches), PARAMS)
+    rows[2, 1] = np.nextafter(rows[2, 1], 1, dtype=np.float32)
+    with fails(hg.ReversalError, "another batch for step 2"):
+        pull(jnp.ones_like(value))
+
+
+def test_what_was_traced_is_let_go():
+    class Row:
+        data = np.zeros(2, np.float32)
+
+    row = Row()
+    alive = weakref.ref(row)
+    jax.grad(final_of(hg.host_batches(lambda t, row=row: row.data)))(PARAMS)
+    del row
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "fragment"),
+    [
+        ((ROWS, ROWS), TypeError, "lambda t: (x[t], y[t])"),
+        ({"x": ROWS}, TypeError, "lambda t: (x[t], y[t])"),
+        (iter(ROWS), TypeError, "gives a batch once"),
+        ([], ValueError, "no batches"),
+        (lambda t: "a path", TypeError, "holds a str"),
+        (lambda t: jax.random.key(t), TypeError, "jax.random.key_data"),
+    ],
+)
+def test_what_is_no_source(source, error, fragment):
+    with fails(error, "hg.host_batches", fragment):
+        hg.host_batches(source)
+
+
+def test_a_source_without_steps():
+    with fails(ValueError, "`steps` is missing"):
+        train(batches=hg.host_batches(lambda t: ROWS[t]), steps=None)
+
+
+@pytest.mark.parametrize("adjoint", [hg.Unrolled(), hg.Checkpointed(), hg.Reversible(driver="scan")])
+def test_batches_from_python_need_the_host(adjoint):
+    with fails(ValueError, "hg.host_batches", "hg.Reversible()", "hg.stacked"):
+        train(batches=hg.host_batches(list(ROWS)), adjoint=adjoint)
+
+
+def test_batches_from_python_are_not_traced():
+    with fails(ValueError, *NOT_TRACED):
+        jax.jit(final_of(hg.host_batches(list(ROWS)), hg.Reversible()))(PARAMS)
+
+
+def drawing():
+    rng = np.random.default_rng(0)
+    return lambda t: jnp.asarray(rng.normal(size=2))
+
+
+def consuming():
+    rows = iter(ROWS)
+    return lambda t: jnp.asarray(next(rows))
+
+
+def counting():
+    calls = itertools.count()
+    return lambda t: jnp.ones(2) * next(calls)
+
+
+def acting(t):
+    return jax.experimental.io_callback(lambda t: ROWS[t], jax.ShapeDtypeStruct((2,), jnp.float32), t)
+
+
+SIDE_EFFECTS = {"draws": drawing(), "consumes": consuming(), "counts": counting(), "acts": acting}
+
+
+@pytest.mark.parametrize("batches", SIDE_EFFECTS.values(), ids=SIDE_EFFECTS)
+def test_a_batch_function_with_side_effects(batches):
+    with fails(ValueError, "`batches`", "has side effects", "pure function of t", "hg.host_batches"):
+        train(batches=batches)
+
+
+def test_a_batch_function_may_be_made_of_fresh_functions():
+    batches = lambda t: jax.pure_callback(lambda t: ROWS[t], jax.ShapeDtypeStruct((2,), jnp.float32), t)  # noqa: E731
+    assert_equal(train(batches=batches).losses, train(batches=hg.stacked(ROWS[:3])).losses)
+
+
+def test_progress_is_told_of_both_ways():
+    told, file = [], io.StringIO()
+    steps = hg.callbacks.Steps(file)
+
+    def progress(*report):
+        told.append(report)
+        steps(*report)
+
+    jax.grad(final_of(BATCHES, hg.Reversible(driver="host", progress=progress), steps=3))(PARAMS)
+    for way in ("forward", "reverse"):
+        assert [r for r in told if r[0] == way][:: len(told)] == [(way, 0, 3)]
+        assert [r for r in told if r[0] == way][-1] == (way, 3, 3)
+        assert f"{way} 3/3 steps" in file.getvalue()
+
+
+@pytest.mark.parametrize("options", [{}, {"driver": "scan"}, {"driver": "host", "progress": 1}])
+def test_progress_is_of_the_host_driver(options):
+    with fails(ValueError, "`progress`", 'driver="host"'):
+        hg.Reversible(**{"progress": print, **options})
+
+
+def ends(adjoint, optimizer, steps):
+    """The state that the reverse pass starts from: (run, end)."""
+    problem, inputs, _ = set_up(loss, PARAMS, optimizer, BATCHES, None, steps, None, adjoint, True)
+    with jax.enable_x64(True):
+        words = reversible._capacities(problem, inputs.h, None)
+    return reversible._forward(problem, words, inputs)
+
+
+# Words leave at every step at 2^-16, and the decays of Adam differ.
+SPILLING = {
+    "sgd": (hg.SGD(0.1, 2**-16), 9),
+    "adam": (hg.Adam(0.01, 0.01, 0.3), 30),
+    "each step": (hg.AdamW(1.0, 0.5, 0.5, 1.0, 1 - 2**-16), 7),
+}
+
+
+@pytest.mark.parametrize("kind", SPILLING)
+def test_words_on_the_host_are_those_of_the_device(kind):
+    optimizer, steps = SPILLING[kind]
+    host, device = (ends(hg.Reversible(driver="host", buffer=b), optimizer, steps) for b in ("host", "device"))
+    assert_equal(host[0], device[0])
+    assert_equal(host[1].z, device[1].z)
+    spilled = 0
+    for name, leaves in device[1].buffers.items():
+        for there, here in zip(leaves, host[1].buffers[name], strict=True):
+            assert_equal(here.head, there.head)
+            spilled += len(here.stack.words)
+            for word, expected_word in zip(here.stack.words, there.stack, strict=False):
+                assert_equal(word, expected_word)
+    assert spilled >= 2
+    assert not any(x.shape[:1] == (2,) for x in jax.tree.leaves(host[1].buffers) if x.dtype == jnp.uint16)
+
+
+@pytest.mark.parametrize("kind", SPILLING)
+def test_words_on_the_host_come_back(kind):
+    optimizer, steps = SPILLING[kind]
+
+    def run(buffer):
+        options = {"optimizer": optimizer, "steps": steps, "adjoint": hg.Reversible(driver="host", buffer=buffer)}
+        return lambda params: final(params=params, **options)
+
+    assert_equal(jax.value_and_grad(run("host"))(PARAMS), jax.value_and_grad(run("device"))(PARAMS))
+    value, pull = jax.vjp(run("host"), PARAMS)
+    assert_equal(pull(jnp.ones_like(value)), pull(jnp.ones_like(value)))
+
+
+def test_a_word_that_was_lost_on_the_host_is_noticed(monkeypatch):
+    rows = shelf._row
+    monkeypatch.setattr(shelf, "_row", lambda stack, row: rows(stack, row) ^ 1)
+    with fails(hg.ReversalError, "velocity['w']"):
+        optimizer, steps = SPILLING["sgd"]
+        jax.grad(lambda p: final(params=p, optimizer=optimizer, steps=steps, adjoint=hg.Reversible(buffer="host")))(PARAMS)
+
+
+@pytest.mark.parametrize("options", [{"driver": "scan"}, {"capacity": 3}])
+def test_words_on_the_host_need_the_host_and_no_capacity(options):
+    with fails(ValueError, 'buffer="host"', next(iter(options))):
+        hg.Reversible(buffer="host", **options)
