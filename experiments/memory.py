@@ -75,8 +75,12 @@ def _target(key: Array, like: Array, t: Array) -> Array:
 
 
 def words(gamma: float, t: Any) -> Any:
-    """32-bit words per parameter that have left the head after t steps: half of one whenever it would be full."""
-    return np.ceil(np.ceil(np.maximum(0.0, np.asarray(t) * -np.log2(gamma) - HEAD) / HALF) / 2)
+    """32-bit words per parameter that have left the head after t steps: half of one whenever it would be full.
+
+    The bound of a head is about the sum of gamma^-1 .. gamma^-t: its bits are those lost, and log2(1 / (1 - gamma)).
+    """
+    bits = np.asarray(t) * -np.log2(gamma) - np.log2(1 - gamma)
+    return np.ceil(np.ceil(np.maximum(0.0, bits - HEAD) / HALF) / 2)
 
 
 def buffer_bits(gamma: float, t: Any) -> Any:
@@ -149,8 +153,8 @@ def _rows(config: Config, runs: list[Run]) -> list[_record.Row]:
     add(
         "largest excess over theory, bits per parameter, whole run", None, excess, "new: digits of 16 bits in a growing head"
     )
-    agree = all(r.proof.buffer_words == words(r.momentum, r.steps) for r in runs)
-    add("words that left the heads, as predicted", None, "in all runs" if agree else "NOT in all runs")
+    agree = all(abs(r.proof.buffer_words - words(r.momentum, r.steps)) <= 1 for r in runs)
+    add("words that left the heads, as predicted to one word", None, "in all runs" if agree else "NOT in all runs")
     return rows
 
 

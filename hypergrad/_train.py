@@ -124,8 +124,8 @@ def set_up(
     door.check_loss_value(returned if means is None else door.check_evidence(returned, means.values))
     values = door.check_state(optimizer.chain, params, state)
     rule = _rule(optimizer.chain, leaves, adjoint, optimizer.linear, transforms(optimizer))
-    words = tuple(_words_known(optimizer, link, params, steps) for link in optimizer.chain)
     h = prepared(optimizer, params, steps)
+    words = tuple(_words_known(optimizer, link, params, steps) for link in optimizer.chain)
     followers: tuple[Rule, ...] = ()
     if means is not None:
         s = jax.tree.leaves(means.values)
@@ -254,23 +254,35 @@ def _paths(name: str, tree: Any) -> list[tuple[str, Any]]:
 
 def _words_known(optimizer: Optimizer, link: Link, params: Any, steps: int) -> int | None:
     """Buffer words per parameter where a decay is a concrete field, even if all else is traced."""
-    values = getattr(optimizer.layers[-1], link.decay, None) if link.decay else None
+    rule, decay = optimizer.layers[-1], str(link.decay)
+    values = getattr(rule, decay, None)
     if values is None or not concrete(values):
         return None
-    return _most_words(link, lambda: expand(optimizer, _shapes(params), steps, only=(link.decay,)), steps)  # type: ignore[arg-type]
+    shapes = _shapes(params)
+
+    def numerators(values: Any) -> list[Array]:
+        rows = expand(eqx.tree_at(lambda rule: getattr(rule, decay), rule, values), shapes, steps, only=(decay,))
+        return [link_numerators(link, h, steps) for h in rows]
+
+    return _most_words(link, numerators, values)
 
 
 def _statistics_words_known(means: Statistics, steps: int) -> int | None:
     if not concrete(means.decay):
         return None
-    return _most_words(MEANS, lambda: prepared_statistics(Statistics(_shapes(means.values), means.decay), steps), steps)
+    shapes = _shapes(means.values)
+
+    def numerators(decay: Any) -> list[Array]:
+        return [link_numerators(MEANS, h, steps) for h in prepared_statistics(Statistics(shapes, decay), steps)]
+
+    return _most_words(MEANS, numerators, means.decay)
 
 
 def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree)
 
 
-def _most_words(link: Link, hypers: Callable[[], list[dict[str, Array]]], steps: int) -> int:
+def _most_words(link: Link, numerators: Callable[[Any], list[Array]], values: Any) -> int:
     with jax.ensure_compile_time_eval(), jax.enable_x64(True):
-        numerators = {np.asarray(link_numerators(link, h, steps)).tobytes() for h in hypers()}
-    return max(words_needed(np.frombuffer(n, np.int64), link.denominator) for n in numerators)
+        distinct = {np.asarray(n).tobytes() for n in programs.call(jax.jit(numerators), (), values)}
+    return max(words_needed(np.frombuffer(n, np.int64), link.denominator) for n in distinct)

@@ -124,12 +124,20 @@ def _halved(steps: int, excess: float) -> int:
 
 def _build(road: Road, task: Task) -> tuple[Callable[[], Array], Any]:
     """(run, bytes of temporaries, if XLA knows them)."""
-    rates = task.rates
     if road.loop:
-        function = road.function(task)
+        function, rates = road.function(task), task.rates
         return lambda: jax.block_until_ready(function(rates)), None
-    compiled = jax.jit(lambda a: road.function(task, a), compiler_options=road.options()).lower(rates).compile()
-    return lambda: jax.block_until_ready(compiled(rates)), compiled.memory_analysis().temp_size_in_bytes
+    program, arguments = lowered(road.function, task)
+    compiled = program.compile(road.options())
+    return lambda: jax.block_until_ready(compiled(*arguments)), compiled.memory_analysis().temp_size_in_bytes
+
+
+def lowered(function: Callable[[Task, Array], Array], task: Task) -> tuple[Any, tuple[Any, ...]]:
+    """(a program to be compiled, its arguments). The parameters are constants in it, unless there are very many."""
+    if task.parameters < 10**7:
+        return jax.jit(lambda rates: function(task, rates)).lower(task.rates), (task.rates,)
+    arguments = (task.params, task.rates)
+    return jax.jit(lambda params, rates: function(task._replace(params=params), rates)).lower(*arguments), arguments
 
 
 def _timed(run: Callable[[], Array]) -> tuple[float, Array]:

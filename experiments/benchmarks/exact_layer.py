@@ -17,7 +17,7 @@ from typing import Any
 
 
 def measure(parameters: int, rounds: int, short: int = 64, long: int = 320) -> dict[str, float]:
-    """Medians over rounds of interleaved runs, in nanoseconds per parameter and step."""
+    """Medians over rounds of interleaved runs of so many steps, in nanoseconds per parameter and step."""
     import jax  # once the process has its core
     import jax.numpy as jnp
 
@@ -29,10 +29,10 @@ def measure(parameters: int, rounds: int, short: int = 64, long: int = 320) -> d
     slope = jnp.linspace(-1e-3, 1e-3, parameters)
     linear = lambda w, _, batch: jnp.vdot(w, batch)  # noqa: E731
 
-    def task(steps: int) -> Task:
-        return Task(lambda w, batch: jnp.vdot(w, batch[0][0]), jnp.zeros(parameters), (slope[None],), 1, steps, 1)
+    def task(rates: Any, slope: Any) -> Task:
+        return Task(lambda w, batch: jnp.vdot(w, batch[0][0]), jnp.zeros(parameters), (slope[None],), 1, len(rates), 1)
 
-    def train(rates: Any) -> Any:
+    def train(rates: Any, slope: Any) -> Any:
         run = hg.train(
             linear, jnp.zeros(parameters), hg.SGD(hg.PerStep(rates)), hg.full_batch(slope), steps=len(rates),
             adjoint=hg.Reversible(driver="scan"),
@@ -42,21 +42,21 @@ def measure(parameters: int, rounds: int, short: int = 64, long: int = 320) -> d
     roads = {
         "exact, forward": train,
         "exact, forward and back": jax.grad(train),
-        "float, forward": lambda rates: opponents.plain(task(len(rates)), rates),
-        "float, forward and back": lambda rates: opponents.unrolled(task(len(rates)), rates),
+        "float, forward": lambda rates, slope: opponents.plain(task(rates, slope), rates),
+        "float, forward and back": lambda rates, slope: opponents.unrolled(task(rates, slope), rates),
     }
     compiled = {}
     for name, road in roads.items():
         for steps in (short, long):
             rates = jnp.full(steps, 0.1)
-            run = jax.jit(road).lower(rates).compile()
-            jax.block_until_ready(run(rates))
+            run = jax.jit(road).lower(rates, slope).compile()
+            jax.block_until_ready(run(rates, slope))
             compiled[name, steps] = (run, rates)
     seconds: dict[Any, list[float]] = {key: [] for key in compiled}
     for _ in range(rounds):
         for key, (run, rates) in compiled.items():
             begin = time.perf_counter()
-            jax.block_until_ready(run(rates))
+            jax.block_until_ready(run(rates, slope))
             seconds[key].append(time.perf_counter() - begin)
     scale = 1e9 / (parameters * (long - short))
     return {

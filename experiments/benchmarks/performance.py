@@ -92,13 +92,13 @@ def start(config: Config) -> Numbers:
     names = ["mlp"] if config.tiny else list(WORKLOADS)
     rounds = 1 if config.tiny else 3
     tasks = {name: WORKLOADS[name].tiny() if config.tiny else WORKLOADS[name].task() for name in names}
-    compiling = {}
+    seconds = {}
     for name, task in tasks.items():
-        compiling[name] = starting.compiling(task, rounds)
-        print(name, {road: round(statistics.median(s), 2) for road, s in compiling[name].items()}, flush=True)
+        seconds[name] = starting.compile_seconds(task, rounds)
+        print(name, {road: round(statistics.median(s), 2) for road, s in seconds[name].items()}, flush=True)
     imports = starting.importing(rounds)
     print(f"import: {starting.beyond(imports):.2f} s beyond the dependencies")
-    return {"compiling": compiling, "imports": imports}
+    return {"compiling": seconds, "imports": imports}
 
 
 def curves(config: Config) -> Numbers:

@@ -10,7 +10,7 @@ from jax import Array
 import hypergrad as hg
 from experiments.benchmarks import loops as python_loops
 from experiments.benchmarks import opponents
-from experiments.benchmarks.workloads import Task
+from experiments.benchmarks.workloads import Task, batch_of
 
 
 OURS: dict[str, Callable[[Any], Any]] = {"sgd": hg.SGD, "adam": hg.Adam}  # a key of `opponents.RULES` -> optimizer
@@ -28,15 +28,17 @@ def exact_forward(task: Task, learning_rates: Array) -> Array:
 def trained(task: Task, learning_rates: Array, adjoint: Any = None, loss: Any = None) -> Any:
     """loss: the task's with three arguments, where it must be the same object in every call."""
     optimizer = OURS[task.rule](hg.PerStep(learning_rates))
+    batches = jax.tree_util.Partial(batch_of, task.data, task.batch_size)  # the data may be traced
     run = hg.train(
-        loss or three_arguments(task), task.params, optimizer, task.batch, steps=task.steps,
+        loss or three_arguments(task), task.params, optimizer, batches, steps=task.steps,
         adjoint=adjoint or hg.Reversible(driver="scan"),
     )  # fmt: skip
     return run.params
 
 
 def three_arguments(task: Task) -> Callable[[Any, Any, Any], Array]:
-    return lambda w, _, batch: task.loss(w, batch)
+    loss = task.loss  # alone: the rest of the task may be traced
+    return lambda w, _, batch: loss(w, batch)
 
 
 def host_reversible(task: Task, adjoint: Any = hg.Reversible(driver="host")) -> python_loops.Run:  # noqa: B008 (frozen)

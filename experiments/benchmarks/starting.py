@@ -14,13 +14,14 @@ from collections.abc import Sequence
 import jax
 
 from experiments.benchmarks import opponents, roads
+from experiments.benchmarks._measure import lowered
 from experiments.benchmarks.workloads import WORKLOADS, Task
 
 
 DEPENDENCIES = "import equinox, gmpy2, jax, jax.numpy, numpy, optax"
 
 
-def compiling(task: Task, rounds: int) -> dict[str, list[float]]:
+def compile_seconds(task: Task, rounds: int) -> dict[str, list[float]]:
     """Seconds to trace and compile a hypergradient from empty caches, {road: one per round}."""
     functions = {"hg.Reversible": roads.reversible, "unroll": opponents.unrolled, "remat": opponents.remat}
     seconds: dict[str, list[float]] = {name: [] for name in functions}
@@ -28,7 +29,7 @@ def compiling(task: Task, rounds: int) -> dict[str, list[float]]:
         for name, function in functions.items():
             jax.clear_caches()
             begin = time.perf_counter()
-            jax.jit(lambda rates, f=function: f(task, rates)).lower(task.rates).compile()
+            lowered(function, task)[0].compile()
             seconds[name].append(time.perf_counter() - begin)
     return seconds
 
@@ -61,7 +62,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     print(f"import hypergrad, beyond its dependencies: {beyond(importing(rounds)):.2f} s")
     for name, workload in WORKLOADS.items():
-        seconds = compiling(workload.task(), rounds)
+        seconds = compile_seconds(workload.task(), rounds)
         times = ", ".join(f"{road} {statistics.median(s):.2f} s" for road, s in seconds.items())
         print(f"{name}: to compile: {times}; ours {compile_ratio(seconds):.2f} times the unroll's", flush=True)
 

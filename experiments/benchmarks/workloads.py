@@ -16,6 +16,11 @@ from jax import Array
 from experiments import _data
 
 
+def batch_of(data: tuple[Array, ...], size: int, t: Array) -> tuple[Array, ...]:
+    start = (t * size) % (len(data[0]) - size + 1)
+    return tuple(jax.lax.dynamic_slice_in_dim(a, start, size) for a in data)
+
+
 class Task(NamedTuple):
     """A training run: everything but the way it is differentiated."""
 
@@ -29,8 +34,7 @@ class Task(NamedTuple):
     learning_rate: float = 0.1
 
     def batch(self, t: Array) -> Any:
-        start = (t * self.batch_size) % (len(self.data[0]) - self.batch_size + 1)
-        return tuple(jax.lax.dynamic_slice_in_dim(a, start, self.batch_size) for a in self.data)
+        return batch_of(self.data, self.batch_size, t)
 
     def validation(self, params: Any) -> Array:
         return self.loss(params, tuple(a[-self.held_out :] for a in self.data))

@@ -1,0 +1,180 @@
+"""What a GPU does: which flags exact reversals need, the exact layer against memory bandwidth, a transformer.
+
+    python -m experiments.benchmarks.gpu [--parts certify layer transformer] [--tiny]
+
+certify: dense, convolutional, attention and embedding models, forward and back and bit for bit, each set of XLA flags in a
+process of its own; then the hypergradient of the same run against that of a rematerialized one. layer: nanoseconds per
+parameter and step, beside the least that the bandwidth of the device allows for what must be read and written. transformer:
+124 million parameters, time and memory of the hypergradient beside training and checkpointing. It runs on whatever device
+JAX has.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax import Array
+
+import hypergrad as hg
+from experiments import _record
+from experiments.benchmarks import exact_layer, opponents, roads
+from experiments.benchmarks._measure import Limits, lowered, measure
+from experiments.benchmarks.hypergradient import line
+from experiments.benchmarks.workloads import Task, batch_of, conv_task, mlp_task, transformer_task
+
+
+FLAGS = {
+    "none": "",
+    "deterministic": "--xla_gpu_deterministic_ops=true",
+    "exclude nondeterministic": "--xla_gpu_exclude_nondeterministic_ops=true",
+    "exclude nondeterministic, no autotuning": "--xla_gpu_exclude_nondeterministic_ops=true --xla_gpu_autotune_level=0",
+}
+
+# Bytes that a step must move per parameter, were each array read and written once: the integers of w and v and the head,
+# each way; a gradient; the word that leaves the head. On the way back, the two cotangents and the product besides.
+FORWARD_BYTES = 2 * 3 * 8 + 4 + 4
+BACKWARD_BYTES = FORWARD_BYTES + 2 * 2 * 4 + 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    parts: tuple[str, ...] = ("certify", "layer", "transformer")
+    steps: int = 200  # of what is certified
+    transformer_steps: int = 1000
+    seconds: float = 60.0  # of one run of the transformer: longer ones take fewer steps
+    fraction: float = 0.6  # of the device's memory that one run may take
+    flags: str | None = None  # a key of FLAGS: what a process of `certify` certifies under
+    tiny: bool = False
+    out: pathlib.Path = pathlib.Path("results/gpu")
+
+
+def embedding_task(steps: int, words: int = 5_000, width: int = 64, length: int = 32, batch_size: int = 64) -> Task:
+    """The mean embedding of some words, classified: the gradient adds many rows into the same place."""
+    k1, k2, k3 = jax.random.split(jax.random.key(0), 3)
+    text = jax.random.randint(k1, (4 * batch_size, length), 0, words // 10)  # few words, so that they repeat
+    params = {"table": jax.random.normal(k2, (words, width)), "out": jax.random.normal(k3, (width, 10)) / width**0.5}
+
+    def loss(params: Any, batch: Any) -> Array:
+        (text,) = batch
+        logits = jnp.tanh(params["table"][text].mean(axis=1)) @ params["out"]
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), text[:, :1] % 10, axis=1))
+
+    return Task(loss, params, (text,), batch_size, steps, batch_size)
+
+
+def models(config: Config) -> dict[str, Task]:
+    if config.tiny:
+        return {"dense": mlp_task(4, (6, 4, 3), 4, 20), "embedding": embedding_task(4, 20, 3, 2, 4)}
+    return {
+        "dense": mlp_task(config.steps, (784, 512, 512, 10), 500),
+        "convolution": conv_task(config.steps, (32, 64)),
+        "attention": transformer_task(config.steps, 256, 4, 8, 128, 256),
+        "embedding": embedding_task(config.steps),
+    }
+
+
+def certify(config: Config) -> dict[str, Any]:
+    """{flags: {model: certificate and error} or what went wrong}, each in a process of its own."""
+    found: dict[str, Any] = {}
+    command = [sys.executable, "-m", "experiments.benchmarks.gpu", "--steps", str(config.steps)]
+    for name, flags in FLAGS.items():
+        environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
+        options = ["--flags", name, *(["--tiny"] if config.tiny else [])]
+        done = subprocess.run([*command, *options], env=environment, capture_output=True, text=True)
+        last = (done.stdout.splitlines() or [""])[-1]
+        found[name] = json.loads(last) if done.returncode == 0 else {"failed": done.stderr[-500:]}
+        print(f"flags: {name}")
+        for model, result in found[name].items():
+            print(f"  {model:12s} {result}", flush=True)
+    return found
+
+
+def certified(task: Task) -> dict[str, Any]:
+    """One model under the flags of this process."""
+    batches = jax.tree_util.Partial(batch_of, task.data, task.batch_size)
+    proof = hg.check_reversal(
+        roads.three_arguments(task), task.params, hg.SGD(task.learning_rate), batches, steps=task.steps
+    )
+    try:
+        gradient = run(roads.reversible, task)
+    except jax.errors.JaxRuntimeError as error:
+        problem = next((x for x in str(error).splitlines() if "hypergrad." in x), str(error)[:200])
+        return {"exact": proof.exact, "mismatch": proof.first_mismatch, "hypergradient": problem}
+    reference = run(opponents.remat, task)
+    error = float(jnp.linalg.norm(gradient - reference) / jnp.linalg.norm(reference))
+    return {"exact": proof.exact, "mismatch": proof.first_mismatch, "hypergradient": f"relative error {error:.1e}"}
+
+
+def run(road: Callable[[Task, Array], Array], task: Task) -> Array:
+    program, arguments = lowered(road, task)
+    return jax.block_until_ready(program.compile()(*arguments))
+
+
+def bandwidth(size: int, rounds: int = 10) -> float:
+    """Bytes per second, read and written, of an addition to a float array of this many entries."""
+    add = jax.jit(lambda x: x + 1)
+    x = jax.block_until_ready(add(jnp.zeros(size)))
+    seconds = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        jax.block_until_ready(add(x))
+        seconds.append(time.perf_counter() - begin)
+    return 2 * 4 * size / statistics.median(seconds)
+
+
+def layer(config: Config) -> dict[str, Any]:
+    counts = (100,) if config.tiny else (1_000_000, 10_000_000, 100_000_000)
+    speed = bandwidth(max(counts))
+    least = {"forward": 1e9 * FORWARD_BYTES / speed, "forward and back": 1e9 * (FORWARD_BYTES + BACKWARD_BYTES) / speed}
+    found: dict[str, Any] = {"bandwidth": speed, "least": least, "nanoseconds": {}}
+    print(f"bandwidth {speed / 1e9:,.0f} GB/s; the least, in ns per parameter and step: {least}")
+    for count in counts:
+        found["nanoseconds"][count] = exact_layer.measure(count, 1 if config.tiny else 5, short=4, long=16)
+        print(f"{count:,} parameters: {found['nanoseconds'][count]}", flush=True)
+    return found
+
+
+def transformer(config: Config) -> dict[str, Any]:
+    """Roads that keep few enough states, compiled whole; those that would need more memory take fewer steps."""
+    task = transformer_task(config.transformer_steps, 768, 12, 12, 256, 25_000, 8)
+    if config.tiny:
+        task = transformer_task(4, 4, 1, 2, 3, 5, 2, 6)
+    # Rates in the range of what a transformer of this size is trained with, since the loss must stay finite.
+    task = task._replace(learning_rate=0.01)
+    wanted = ("plain training, scan", "hg.Reversible, scan", "sqrt-remat", "equinox, 8 states", "replay tree, 4-ary")
+    statistic = jax.devices()[0].memory_stats() or {}
+    limits = Limits(1, config.seconds, config.fraction * statistic.get("bytes_limit", 5e9))
+    rows = measure(task, [road for road in roads.ROADS if road.name in wanted], limits, show=print)
+    for row in rows:
+        print(line(row))
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return {"parameters": task.parameters, "roads": [dataclasses.asdict(row) for row in rows], "peak": peak}
+
+
+PARTS = {"certify": certify, "layer": layer, "transformer": transformer}
+
+
+def main(config: Config) -> None:
+    if config.flags is not None:
+        print(json.dumps({name: certified(task) for name, task in models(config).items()}))
+        return
+    for name in config.parts:
+        begin = time.perf_counter()
+        print(f"\n{name}, on {jax.devices()[0].device_kind}", flush=True)
+        numbers = PARTS[name](config)
+        path = _record.write(config.out, name, config, numbers, seconds=time.perf_counter() - begin)
+        print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))
