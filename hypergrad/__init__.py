@@ -45,6 +45,7 @@ from hypergrad.optimizers import Adam as Adam
 from hypergrad.optimizers import AdamW as AdamW
 from hypergrad.optimizers import HeavyBall as HeavyBall
 from hypergrad.optimizers import RMSProp as RMSProp
+from hypergrad.optimizers import Statistics as Statistics
 from hypergrad.optimizers import add_decayed_weights as add_decayed_weights
 from hypergrad.optimizers import clip as clip
 from hypergrad.optimizers import clip_by_global_norm as clip_by_global_norm

@@ -13,9 +13,10 @@ from hypergrad.adjoints import Reversible
 from hypergrad.adjoints.reversible import settled_driver
 from hypergrad.errors import OK
 from hypergrad.loop.forward import in_order, train_step
-from hypergrad.loop.problem import Inputs, Problem, join_steps, schedules, split, turns_of
+from hypergrad.loop.problem import Inputs, Problem, begun, intact, join_steps, schedules, split, turns_of
 from hypergrad.loop.status import assess, most_words
-from hypergrad.loop.step import Exact, returned, settled, start, unstep
+from hypergrad.loop.step import Exact, settled, unfollow, unstep
+from hypergrad.optimizers.chain import PARAMS
 
 
 class Mismatch(NamedTuple):
@@ -31,10 +32,11 @@ class Certificate(NamedTuple):
 
     exact: bool  # every link back on its initial bits, every buffer empty
     first_mismatch: Mismatch | None
-    bits_per_parameter_step: float  # stored: spilled words and the part of the heads in use
+    bits_per_parameter_step: float  # stored: spilled words, and the part of the heads that digits of any kind could need
     ideal_bits_per_parameter_step: float  # mean of log2(1/decay)
     max_abs: float  # largest magnitude of any link at any step
     buffer_words: int  # 32-bit words per parameter spilled
+    content_bits_per_parameter_step: float  # the mean length of the integers that came to be stored, a part of the above
 
 
 def check_reversal(
@@ -46,29 +48,31 @@ def check_reversal(
     theta: Any = None,
     steps: int | None = None,
     state: dict[str, Any] | None = None,
+    statistics: Any = None,
     adjoint: Reversible = Reversible(),  # noqa: B008 (frozen)
 ) -> Certificate:
     """Train, run backwards, compare every bit: the arguments of `hg.train`, concrete; returns a `Certificate`.
 
     Raises the `HypergradError` of a run that fails on its own (range, NaN); a failed reversal is a result, not an error.
     """
-    problem, inputs, _ = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, True)
+    problem, inputs, _ = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, True, statistics)
     problem = settled_driver(problem, inputs)
     with jax.enable_x64(True):
         plan = schedules(problem, inputs.h)
-        capacity = {link.name: int(most_words(plan)) for link in problem.rule.chain}
+        capacity = {link.name: int(most_words(plan)) for _, link, _ in problem.links(inputs.h)}
         run = _there_and_back if problem.driver != "scan" else jax.jit(_there_and_back, static_argnums=(0, 1))
-        status, intact, there, back = run(problem, tuple(capacity.items()), inputs)
+        status, content, back_on_bits, there, back = run(problem, tuple(capacity.items()), inputs)
     if int(status.code) != OK:
         raise status.worst().error()
-    exact = bool(intact.all())
+    exact = bool(back_on_bits.all())
     mismatch = None if exact else _first_mismatch(problem, *(jax.tree.map(np.asarray, x) for x in (there, back)))
     largest = float(there.magnitudes.max())
-    return Certificate(exact, mismatch, float(status.bits), float(status.ideal_bits), largest, int(status.words))
+    bits, ideal, words = float(status.bits), float(status.ideal_bits), int(status.words)
+    return Certificate(exact, mismatch, bits, ideal, largest, words, float(content))
 
 
 class _Trace(NamedTuple):
-    """Fingerprints of every step: of the state before it [steps, links, leaves], of its batch [steps]."""
+    """Fingerprints of every step: of the state before it [steps, places], of its batch [steps]."""
 
     state: Array
     batch: Array
@@ -76,7 +80,6 @@ class _Trace(NamedTuple):
 
 
 def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
-    rule = problem.rule
     plan = problem.beside(schedules, inputs.h)
     constant, stepped = problem.beside(split, inputs.h)
     gradient = problem.maybe_jit(problem.gradient)
@@ -85,44 +88,57 @@ def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
     words = dict(capacity)
 
     def forward(consts: Any, state: Exact, x: Any) -> Any:
-        prints = _state_print(rule, state), _batch_print(problem, consts[-1], x[0])
+        prints = _state_print(problem, state), _batch_print(problem, consts[-1], x[0])
         state, (loss, *magnitudes) = train_step(problem, gradient, consts, state, x)
         return state, (*prints, loss, *magnitudes)
 
     def backward(consts: Any, state: Exact, x: Any) -> Any:
         constant, theta, frozen = consts
         t, stepped, turns = x
-        h = join_steps(constant, stepped)
+        h, rates = problem.parts(join_steps(constant, stepped))
         batch = problem.batch(frozen, t)
 
         def again(w: list[Array]) -> list[Array]:
-            value, g = problem.apart(t, gradient, settled(w), theta, frozen, batch)
-            losses.append(value)
+            value, g, seen = problem.apart(t, gradient, settled(w), theta, frozen, batch)
+            found.append((value, seen))
             return g
 
-        losses: list[Array] = []
-        state = unstep(rule, state, h, turns, again)
-        return state, (_state_print(rule, state), _batch_print(problem, frozen, t), losses[-1])
+        found: list[tuple[Array, list[Array]]] = []
+        state = unstep(problem.rule, state, h, turns, again)
+        loss, seen = found[-1]
+        state = unfollow(problem.statistics, state, rates, turns, seen)
+        return state, (_state_print(problem, state), _batch_print(problem, frozen, t), loss)
 
-    first = start(rule, inputs.values, words)
+    first = begun(problem, inputs.values, words)
     end, (states, batches, losses, entering, others) = problem.run(forward, consts, first, xs)
     magnitudes = in_order(problem, first, end, entering, others)
     last, (back_states, back_batches, again) = problem.run(backward, consts, end, xs, reverse=True)
     status = assess(problem, inputs.values, inputs.h, plan, magnitudes, losses, words)
     there, back = _Trace(states, batches, magnitudes), _Trace(back_states, back_batches, magnitudes)
-    return status, returned(rule, inputs.values, last) & jnp.isfinite(again).all(), there, back
+    exact = intact(problem, inputs.values, last) & jnp.isfinite(again).all()
+    return status, _content(problem, inputs, plan, end), exact, there, back
+
+
+def _content(problem: Problem, inputs: Inputs, plan: Any, end: Exact) -> Any:
+    """Bits per parameter and step that the integers in all buffers are long."""
+    total: Any = 0.0
+    for rule, link, _ in problem.links(inputs.h):
+        if link.decay:
+            rows = zip(inputs.values[link.name], end.buffers[link.name], plan[link.name], strict=True)
+            total += sum(x.size * rule.buffer.length(buffer, s.words) for x, buffer, s in rows)
+    return total / sum(x.size for x in inputs.values[PARAMS]) / problem.steps
 
 
 def _first_mismatch(problem: Problem, there: Any, back: Any) -> Mismatch:
     differs = there.state != back.state
-    step = int(np.flatnonzero(differs.any(axis=(1, 2)))[-1]) if differs.any() else 0
-    place = int(np.argmax(differs[step].reshape(-1)))
+    step = int(np.flatnonzero(differs.any(axis=1))[-1]) if differs.any() else 0
+    place = int(np.argmax(differs[step]))
     cause = "batch" if there.batch[step] != back.batch[step] else "gradient"
     return Mismatch(step, problem.labels.places[place], cause)
 
 
-def _state_print(rule: Any, state: Exact) -> Array:
-    return jnp.stack([jnp.stack([_prints(x) for x in state.z[link.name]]) for link in rule.chain])
+def _state_print(problem: Problem, state: Exact) -> Array:
+    return jnp.stack([_prints(x) for rule in problem.rules for link in rule.chain for x in state.z[link.name]])
 
 
 def _batch_print(problem: Problem, frozen: list[Any], t: Array) -> Array:

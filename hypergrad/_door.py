@@ -1,7 +1,6 @@
 """Checks of the arguments of `train`, before anything runs: each error says what, where, and what to do next."""
 
 import contextlib
-import functools
 import inspect
 import re
 import textwrap
@@ -15,10 +14,12 @@ import numpy as np
 from jax import Array
 
 from hypergrad import _programs as programs
+from hypergrad._closures import name_of, reject_traced_closure
 from hypergrad.batches import FullBatch, HostBatches, Minibatches, Stacked
 from hypergrad.hypers import describe, is_domain
 from hypergrad.optimizers.chain import PARAMS, Link, Optimizer
 from hypergrad.optimizers.expand import compute_dtype
+from hypergrad.optimizers.statistics import Statistics
 
 
 _BATCH_CURE = "hg.minibatches(data, batch_size, key), hg.stacked(arrays) (leading axis = step) or hg.full_batch(data)"
@@ -30,8 +31,8 @@ _NEEDS_A_VALUE = (
 _FLAX_CURES = {  # by the name of flax's error: flax is not imported here
     "TraceContextError": "The loss changes a flax object that was made outside of it, most often a stream of random keys: "
     "pass a key in the batch and call model(x, rngs=nnx.Rngs(key)).",
-    "ModifyScopeVariableError": "Running statistics are no parameters, and each step must depend on `params`, `theta` and t "
-    "alone: take GroupNorm or LayerNorm, or apply with mutable=['batch_stats'] and drop the new statistics.",
+    "ModifyScopeVariableError": "Running statistics are no parameters: make the layer with momentum=0, apply it with "
+    "mutable=['batch_stats'], and return what it finds as the evidence of hg.train(..., statistics=...), or drop it.",
 }
 
 
@@ -59,8 +60,8 @@ def check_kinds(loss: Any, optimizer: Any, batches: Any, adjoint: Any) -> None:
         hash(loss)
     except TypeError as e:
         raise TypeError(
-            f"`loss` ({_name(loss)}) holds arrays and is no plain function. Make it one, and pass arrays through `params`, "
-            "`theta` or the batch."
+            f"`loss` ({name_of(loss)}) holds arrays and is no plain function. Make it one, and pass arrays through "
+            "`params`, `theta` or the batch."
         ) from e
     check_signature("loss(params, theta, batch)", loss, "Without theta write loss(params, _, batch).")
     check_signature("batches(t)", batches, f"t is the step; or take {_BATCH_CURE}.")
@@ -136,7 +137,7 @@ def check_signature(call: str, function: Any, otherwise: str) -> None:
     except TypeError as e:
         arguments = ("one argument", "two arguments", "three arguments")[count - 1]
         raise TypeError(
-            f"`{name}` must take {arguments}, {call}; {_name(function)} has the signature "
+            f"`{name}` must take {arguments}, {call}; {name_of(function)} has the signature "
             f"{inspect.signature(function)}. {otherwise}"
         ) from e
     except ValueError:
@@ -156,8 +157,8 @@ def check_pure(batches: Any, batch: Callable[..., Any], *arguments: Any) -> None
     else:
         return
     raise ValueError(
-        f"`batches` ({_name(batches)}) has side effects: {what}. It must be a pure function of t: the way back needs batch "
-        "t again. Make random numbers from jax.random.fold_in(key, t), and load data with hg.host_batches."
+        f"`batches` ({name_of(batches)}) has side effects: {what}. It must be a pure function of t: the way back needs "
+        "batch t again. Make random numbers from jax.random.fold_in(key, t), and load data with hg.host_batches."
     )
 
 
@@ -176,7 +177,7 @@ def calling_batches(batches: Any) -> Iterator[None]:
         yield
     except _NEEDS_A_VALUE as e:
         raise TypeError(
-            f"`batches` ({_name(batches)}) asks for the value of t, which is traced: training is compiled as one loop. "
+            f"`batches` ({name_of(batches)}) asks for the value of t, which is traced: training is compiled as one loop. "
             "Index JAX arrays (jnp.asarray(data)[t]), stack a list of batches for hg.stacked, choose with jnp.where, or "
             "load from Python with hg.host_batches."
         ) from e
@@ -214,11 +215,56 @@ def check_loss_value(value: Any) -> None:
     """`value`: what the loss returns, as `jax.eval_shape` knows it."""
     if not isinstance(value, jax.ShapeDtypeStruct):
         kind = type(value).__name__
-        raise TypeError(f"`loss` must return one scalar; got a {kind}. Return the loss alone: hg.train differentiates it.")
+        raise TypeError(
+            f"`loss` must return one scalar; got a {kind}. Return the loss alone: hg.train differentiates it. (A second "
+            "result, statistics of the batch, goes with hg.train(..., statistics=...).)"
+        )
     if value.shape != ():
         raise ValueError(f"`loss` must return a scalar; got shape {value.shape}. Take its mean or sum.")
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"`loss` must return a real float; got {value.dtype.name}.")
+
+
+def check_statistics(statistics: Any) -> Statistics:
+    """The `statistics` of `train` with every initial value a real float array."""
+    given = statistics if isinstance(statistics, Statistics) else Statistics(statistics)
+    if not jax.tree.leaves(given.values):
+        raise ValueError("`statistics` is empty. Pass a pytree of float arrays, or leave it out.")
+
+    def check(path: Any, leaf: Any) -> Array:
+        if not eqx.is_array_like(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"statistics{jax.tree_util.keystr(path)} is {describe(leaf)}; running statistics are real floats. What else "
+                "a layer keeps (a count of steps, say) stays out of them."
+            )
+        leaf = jnp.asarray(leaf)
+        return leaf.astype(leaf.dtype)  # a weak type would change dtype inside the loop
+
+    return Statistics(jax.tree_util.tree_map_with_path(check, given.values), given.decay)
+
+
+def check_evidence(returned: Any, statistics: Any) -> Any:
+    """The loss among `returned`, what it returns as `jax.eval_shape` knows it; beside it there is evidence."""
+    pair = "With `statistics` given, `loss` must return two things, the loss and the evidence for them"
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        what = _shaped(returned) if isinstance(returned, jax.ShapeDtypeStruct) else f"a {type(returned).__name__}"
+        raise TypeError(f"{pair}: `return value, evidence`; got {what}.")
+    value, evidence = returned
+    expected: Any = jax.tree.structure(statistics)
+    if jax.tree.structure(evidence) != expected:
+        raise ValueError(f"{pair}, a pytree like them: {expected}; got {jax.tree.structure(evidence)}.")
+    for (path, s), e in zip(jax.tree_util.tree_leaves_with_path(statistics), jax.tree.leaves(evidence), strict=True):
+        if e.shape != s.shape or not jnp.issubdtype(e.dtype, jnp.floating):
+            where = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"evidence{where} is {_shaped(e)}, and statistics{where} is {_shaped(s)}. What a statistic follows is a "
+                "float array of its own shape: take the mean over the batch."
+            )
+    return value
+
+
+def _shaped(x: Any) -> str:
+    return f"{x.dtype.name}{list(x.shape)}"
 
 
 def check_state(chain: tuple[Link, ...], params: Any, state: Any) -> dict[str, list[Array]]:
@@ -248,50 +294,3 @@ def _state_leaves(name: str, given: Any, tree: Any, expected: list[Array]) -> li
             raise ValueError(f"{where} must be a float array of shape {e.shape}; got {describe(x)}.")
         result.append(jnp.asarray(x).astype(e.dtype))
     return result
-
-
-def reject_traced_closure(role: str, function: Any) -> None:
-    """A traced value inside a closure would get no derivative, or leak: name the variable instead."""
-    if role == "batches" and isinstance(function, jax.tree_util.Partial):
-        function = function.func  # a callable pytree: its arguments are leaves, and flow
-    for name, value in _captured(function, set()):
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
-            cures = {
-                "loss": "through `theta` or the batch",
-                "batches": "as a leaf: jax.tree_util.Partial(function, value)",
-            }
-            raise ValueError(
-                f"`{role}` ({_name(function)}) closes over the traced value `{name}`, whose derivative would be lost. "
-                f"Pass it {cures[role]}."
-            )
-
-
-def _captured(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """(name, value) of all that a function holds, and of what the functions among it hold."""
-    if id(function) in seen or isinstance(function, eqx.Module):
-        return
-    seen.add(id(function))
-    for name, value in _held(function):
-        yield name, value
-        if callable(value):
-            yield from _captured(value, seen)
-
-
-def _held(function: Any) -> Iterator[tuple[str, Any]]:
-    """Closure cells, defaults, partial arguments, and the attributes of a method's or a callable's object."""
-    code = getattr(function, "__code__", None)
-    for name, cell in zip(getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or (), strict=True):
-        with contextlib.suppress(ValueError):  # not assigned yet
-            yield name, cell.cell_contents
-    yield from ((f"default {i}", v) for i, v in enumerate(getattr(function, "__defaults__", None) or ()))
-    yield from (getattr(function, "__kwdefaults__", None) or {}).items()
-    if isinstance(function, functools.partial):
-        yield "func", function.func
-        yield from ((f"argument {i}", v) for i, v in enumerate(function.args))
-        yield from function.keywords.items()
-    owner = getattr(function, "__self__", function if code is None else None)
-    yield from list(getattr(owner, "__dict__", {}).items())
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", type(function).__name__)

@@ -20,9 +20,18 @@ from hypergrad.errors import Status
 from hypergrad.exact import DEVICE, GMPY2, grid_range, words_needed
 from hypergrad.loop.problem import Inputs, Labels, Problem, Static
 from hypergrad.loop.step import Rule
-from hypergrad.optimizers.chain import PARAMS, Link, Optimizer
-from hypergrad.optimizers.expand import compute_dtype, concrete, expand, link_fraction_bits, link_numerators, prepared
-from hypergrad.optimizers.transform import transforms
+from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link, Optimizer
+from hypergrad.optimizers.expand import (
+    compute_dtype,
+    concrete,
+    expand,
+    link_fraction_bits,
+    link_numerators,
+    prepared,
+    prepared_statistics,
+)
+from hypergrad.optimizers.statistics import MEANS, Statistics
+from hypergrad.optimizers.transform import Transform, transforms
 
 
 class Trained(eqx.Module):
@@ -33,10 +42,11 @@ class Trained(eqx.Module):
     state: dict[str, Any]  # final accumulators, {link: like params}; may be passed on as `state`
     status: Status
     buffer_words: Array  # int32: 32-bit words per parameter that the information buffer needs
+    statistics: Any = None  # like `statistics.values`: what they came to
 
 
 def train(
-    loss: Callable[[Any, Any, Any], Array],
+    loss: Callable[[Any, Any, Any], Any],
     params: Any,
     optimizer: Optimizer,
     batches: Callable[[Array], Any],
@@ -44,6 +54,7 @@ def train(
     theta: Any = None,
     steps: int | None = None,
     state: dict[str, Any] | None = None,
+    statistics: Any = None,
     adjoint: Reversible | Unrolled | Checkpointed = Reversible(),  # noqa: B008 (frozen)
     throw: bool = True,
 ) -> Trained:
@@ -53,29 +64,45 @@ def train(
     another; its leaves are hyperparameters. batches: a pure function t (int32 scalar) -> batch, as `hg.minibatches`,
     `hg.stacked`, `hg.full_batch` make them, or `hg.host_batches`. theta: pytree handed to the loss; its float leaves are
     differentiated. steps: int, may be left out where `batches` knows it. state: as in `Trained.state`, None for zeros.
-    adjoint: how the derivative is computed; the forward numbers are the same bit for bit. throw: raise a `HypergradError`
-    when the run goes wrong (under jit and vmap: from the compiled code); otherwise look at `Trained.status`.
+    statistics: running means: `hg.Statistics(values, decay)`, or the initial values alone; the loss then returns (float
+    scalar, evidence), evidence being a pytree like the values. adjoint: how the derivative is computed; the forward numbers
+    are the same bit for bit. throw: raise a `HypergradError` when the run goes wrong (under jit and vmap: from the compiled
+    code); otherwise look at `Trained.status`.
 
     Called outside of jax.jit, it traces once per loss function and compiles once per program: a new lambda with the same
     operations and shapes finds the old one.
-    Composes with jax.grad (params, optimizer, theta, state in; params, losses, state out), jax.jit and jax.vmap.
+    Composes with jax.grad (params, optimizer, theta, state, statistics in; params, losses, state, statistics out), jax.jit
+    and jax.vmap.
     """
-    problem, inputs, trees = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, throw)
+    problem, inputs, trees = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, throw, statistics)
     outcome = adjoint.run(problem, inputs)
     ok = surface(outcome.status, throw)
     values, losses = mask(ok, (outcome.values, outcome.losses))
-    final = {name: jax.tree.unflatten(trees, leaves) for name, leaves in values.items()}
-    return Trained(final.pop(PARAMS), losses, final, outcome.status, outcome.status.words)
+    final = {name: jax.tree.unflatten(trees[name == STATISTICS], leaves) for name, leaves in values.items()}
+    means = final.pop(STATISTICS, None)
+    return Trained(final.pop(PARAMS), losses, final, outcome.status, outcome.status.words, means)
 
 
 def set_up(
-    loss: Any, params: Any, optimizer: Any, batches: Any, theta: Any, steps: Any, state: Any, adjoint: Any, throw: bool
-) -> tuple[Problem, Inputs, Any]:
-    """Check every argument and take the run apart into what is fixed and what flows; also the parameters' tree."""
+    loss: Any,
+    params: Any,
+    optimizer: Any,
+    batches: Any,
+    theta: Any,
+    steps: Any,
+    state: Any,
+    adjoint: Any,
+    throw: bool,
+    statistics: Any = None,
+) -> tuple[Problem, Inputs, tuple[Any, Any]]:
+    """Check every argument and take the run apart into what is fixed and what flows; also the trees of parameters and
+    statistics."""
     door.check_kinds(loss, optimizer, batches, adjoint)
-    for name, tree in (("params", params), ("theta", theta), ("state", state), ("optimizer", optimizer)):
+    given = {"params": params, "theta": theta, "state": state, "optimizer": optimizer, "statistics": statistics}
+    for name, tree in given.items():
         door.reject_domains(name, tree)
     params = door.check_params(params)
+    means = None if statistics is None else door.check_statistics(statistics)
     steps = door.check_steps(steps, batches)
     theta = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (float, np.ndarray)) else x, theta)
     source = batches if isinstance(batches, HostBatches) else None
@@ -93,39 +120,52 @@ def set_up(
 
     t = jax.ShapeDtypeStruct((), jnp.int32)
     door.check_pure(batches, assemble.batch, frozen, t)
-    program, value = jax.make_jaxpr(evaluate, return_shape=True)(leaves, theta_leaves, frozen, t)
-    door.check_loss_value(value)
+    program, returned = jax.make_jaxpr(evaluate, return_shape=True)(leaves, theta_leaves, frozen, t)
+    door.check_loss_value(returned if means is None else door.check_evidence(returned, means.values))
     values = door.check_state(optimizer.chain, params, state)
-    rule = Rule(
-        optimizer.chain,
-        tuple(tuple(link_fraction_bits(link, x, adjoint.fraction_bits) for x in leaves) for link in optimizer.chain),
-        tuple(compute_dtype(x) for x in leaves),
-        tuple(np.dtype(x.dtype) for x in leaves),
-        GMPY2 if adjoint.buffer == "gmpy2" else DEVICE,
-        optimizer.linear,
-        not optimizer.linear or bool(adjoint.isolate),
-        transforms(optimizer),
-    )
+    rule = _rule(optimizer.chain, leaves, adjoint, optimizer.linear, transforms(optimizer))
     h = prepared(optimizer, params, steps)
     words = tuple(_words_known(optimizer, link, params, steps) for link in optimizer.chain)
+    followers: tuple[Rule, ...] = ()
+    if means is not None:
+        s = jax.tree.leaves(means.values)
+        followers = (_rule((MEANS,), s, adjoint),)
+        values = {**values, STATISTICS: [x.astype(dtype) for x, dtype in zip(s, followers[0].dtypes, strict=True)]}
+        h, words = h + prepared_statistics(means, steps), (*words, _statistics_words_known(means, steps))
     x64 = jnp.result_type(float) == jnp.float64
-    labels = _labels(rule, len(optimizer.layers) - 1, params, theta, batches)
-    driver = _driver(adjoint, program.jaxpr, source)
+    labels = _labels(rule, followers, len(optimizer.layers) - 1, params, theta, batches, means)
     problem = Problem(
         loss,
         assemble,
         rule,
         steps,
-        driver,
+        _driver(adjoint, program.jaxpr, source),
         x64,
         labels,
         words,
         throw,
+        followers,
         source=source,
         progress=adjoint.progress,
         shelved=adjoint.buffer == "host",
     )
-    return problem, Inputs(values, h, theta_leaves, frozen), tree
+    trees = tree, None if means is None else jax.tree.structure(means.values)
+    return problem, Inputs(values, h, theta_leaves, frozen), trees
+
+
+def _rule(
+    chain: tuple[Link, ...], leaves: list[Array], adjoint: Any, linear: bool = True, layers: tuple[Transform, ...] = ()
+) -> Rule:
+    return Rule(
+        chain,
+        tuple(tuple(link_fraction_bits(link, x, adjoint.fraction_bits) for x in leaves) for link in chain),
+        tuple(compute_dtype(x) for x in leaves),
+        tuple(np.dtype(x.dtype) for x in leaves),
+        GMPY2 if adjoint.buffer == "gmpy2" else DEVICE,
+        linear,
+        not linear or bool(adjoint.isolate),
+        layers,
+    )
 
 
 def _driver(adjoint: Any, evaluation: Any, source: Any) -> str:
@@ -191,12 +231,18 @@ def _take_apart(params: Any, theta: Any, batches: Any) -> tuple[_Assemble, list[
     return _Assemble(jax.tree.structure(params), theta_tree, batches_tree), floats, others + arrays
 
 
-def _labels(rule: Rule, depth: int, params: Any, theta: Any, batches: Any) -> Labels:
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+def _labels(
+    rule: Rule, followers: tuple[Rule, ...], depth: int, params: Any, theta: Any, batches: Any, means: Statistics | None
+) -> Labels:
+    paths = [path for path, _ in _paths("", params)]
     places = [f"{link.name}{path}" for link in rule.chain for path in paths]
     limits = [grid_range(bits) for row in rule.fraction_bits for bits in row]
     owner = f"optimizer.{'inner.' * depth}"
     decays = [f"{owner}{link.decay} for params{path}" if link.decay else "" for link in rule.chain for path in paths]
+    if means is not None:
+        means_places = [path for path, _ in _paths(STATISTICS, means.values)]
+        places, decays = places + means_places, decays + [f"statistics.decay for {place}" for place in means_places]
+        limits += [grid_range(bits) for bits in followers[0].fraction_bits[0]]
     frozen = [p for p, x in _paths("theta", theta) if eqx.is_array(x) and not eqx.is_inexact_array(x)]
     frozen += [p for p, x in _paths("batches", batches) if eqx.is_array(x)]
     return Labels((*places, *decays), tuple(limits), tuple(frozen))
@@ -212,12 +258,31 @@ def _words_known(optimizer: Optimizer, link: Link, params: Any, steps: int) -> i
     values = getattr(rule, decay, None)
     if values is None or not concrete(values):
         return None
-    shapes = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
+    shapes = _shapes(params)
 
     def numerators(values: Any) -> list[Array]:
         rows = expand(eqx.tree_at(lambda rule: getattr(rule, decay), rule, values), shapes, steps, only=(decay,))
         return [link_numerators(link, h, steps) for h in rows]
 
+    return _most_words(link, numerators, values)
+
+
+def _statistics_words_known(means: Statistics, steps: int) -> int | None:
+    if not concrete(means.decay):
+        return None
+    shapes = _shapes(means.values)
+
+    def numerators(decay: Any) -> list[Array]:
+        return [link_numerators(MEANS, h, steps) for h in prepared_statistics(Statistics(shapes, decay), steps)]
+
+    return _most_words(MEANS, numerators, means.decay)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree)
+
+
+def _most_words(link: Link, numerators: Callable[[Any], list[Array]], values: Any) -> int:
     with jax.ensure_compile_time_eval(), jax.enable_x64(True):
         distinct = {np.asarray(n).tobytes() for n in programs.call(jax.jit(numerators), (), values)}
     return max(words_needed(np.frombuffer(n, np.int64), link.denominator) for n in distinct)

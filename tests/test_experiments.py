@@ -20,6 +20,7 @@ from experiments import (
     schedule_gradient,
     toy_valley,
 )
+from experiments.benchmarks import optimizer_family
 
 
 def test_quickstart_learns_and_records(tmp_path, capsys):
@@ -67,6 +68,11 @@ def test_npz_data_is_read_from_its_folder(monkeypatch, tmp_path):
     data = _data.load("mnist", seed=0)
     assert data.side == 28 and data.train.x.dtype == np.float32
     np.testing.assert_allclose(data.train.x.mean(axis=0), 0, atol=1e-6)
+
+
+def test_adam_beside_optax_in_short():
+    beside = optimizer_family.curve("Adam", "digits", 40, jnp.float32, optimizer_family.rounded, hidden=())
+    assert beside.loss <= 1e-4 and beside.update <= 1e-4 and beside.small <= 2
 
 
 @pytest.fixture

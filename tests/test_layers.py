@@ -23,7 +23,7 @@ ROOMS = [
     {"optimizers"},
     {"loop"},
     {"adjoints"},
-    {"_door", "_train", "_check", "_inverse"},
+    {"_closures", "_door", "_train", "_check", "_inverse"},
     {"_evaluate", "_descent", "_history", "_checkpoint", "_meta_loop", "_optimize"},
     {"_diagnose", "_agreement", "_differences"},
     {"callbacks", "plots", "testing"},
@@ -33,7 +33,7 @@ ROOMS = [
 PLACE = {name: place for place, room in enumerate(ROOMS) for name in room}
 
 PUBLIC = {
-    "train", "Trained", "PerStep", "minibatches", "stacked", "full_batch", "host_batches",
+    "train", "Trained", "Statistics", "PerStep", "minibatches", "stacked", "full_batch", "host_batches",
     "SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad",
     "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "Reversible", "Unrolled", "Checkpointed",
     "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots",
@@ -171,7 +171,7 @@ def names_of(function) -> list[str]:
 
 def test_signatures_are_the_agreed_ones():
     assert names_of(hg.train) == [
-        "loss", "params", "optimizer", "batches", "theta", "steps", "state", "adjoint", "throw",
+        "loss", "params", "optimizer", "batches", "theta", "steps", "state", "statistics", "adjoint", "throw",
     ]  # fmt: skip
     for function in (hg.hypergradient, hg.diagnose, hg.check_gradient, hg.check_smoothness):
         assert names_of(function)[:4] == ["train_fn", "val_fn", "hypers", "key"]
@@ -189,7 +189,7 @@ def test_signatures_are_the_agreed_ones():
 
 
 def test_fields_are_the_agreed_ones():
-    assert set(hg.Trained.__dataclass_fields__) == {"params", "losses", "state", "status", "buffer_words"}
+    assert set(hg.Trained.__dataclass_fields__) == {"params", "losses", "state", "status", "buffer_words", "statistics"}
     assert hg.Result._fields == ("hypers", "best", "history")
     assert hg.MetaStep._fields == (
         "step", "value", "gradient_norm", "seconds", "status", "bits_per_parameter_step", "hypers",

@@ -4,7 +4,8 @@
 
 Reversal: the 784-64-64-10 network of the other benchmarks, float32. Hypergradients: float64, a small network. Learning
 curves: the same network on real images, in float64 (where the grid is what differs) and in float32 (where rounding differs
-too); optax gets the rounded decays, or the nominal ones where the table says so.
+too); optax gets the rounded decays, or the nominal ones where the table says so. Bits: "stored" is what the schedule of
+spills provides for, "content" the mean length of the integers that the run left in its buffers.
 """
 
 import argparse
@@ -109,33 +110,82 @@ def _squares(w: Any, _: Any, batch: Any) -> Array:
     return jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"] - y) ** 2)
 
 
+SMALL = 1e-5  # below it a root mean square of gradients counts as small
+
+
 class Curve(NamedTuple):
     loss: float  # largest relative difference of the losses
     params: float  # largest absolute difference of a parameter at the end
     final: float
+    update: float  # weights whose gradients are not small: largest relative difference of a step, |ours - theirs| / |theirs|
+    small: float  # the others: largest update of a weight, over the learning rate
+    small_theirs: float  # the same of optax: Adam's own may reach (1 - b1) / sqrt(1 - b2) = 3.2
 
 
-def curve(name: str, data: _data.Name, steps: int, dtype: Any, rounding: Callable[[float], float]) -> Curve:
-    """Our training beside optax's from the same start on the same batches."""
+def curve(
+    name: str,
+    data: _data.Name,
+    steps: int,
+    dtype: Any,
+    rounding: Callable[[float], float],
+    hidden: tuple[int, ...] = (64, 64),
+) -> Curve:
+    """Our training beside optax's: from the same start on the same batches, and step by step on our gradients."""
     with jax.enable_x64(dtype == jnp.float64):
         train = _data.load(data, 0).train
         x, y = jnp.asarray(train.x, dtype), jnp.asarray(train.y)
-        params = jax.tree.map(lambda w: w.astype(dtype), _models.init_mlp(jax.random.key(0), (x.shape[1], 64, 64, 10), 0.05))
+        params = _models.init_mlp(jax.random.key(0), (x.shape[1], *hidden, 10), 0.05)
+        params = jax.tree.map(lambda w: w.astype(dtype), params)
         batches = hg.minibatches((x, y), 100, jax.random.key(1))
         ours, rule = jax.tree.map(lambda a: jnp.asarray(a, dtype), FAMILY[name].ours), FAMILY[name].theirs(rounding)
-        loss = lambda w, _, batch: _models.cross_entropy(w, *batch)  # noqa: E731
-        run = jax.jit(lambda: hg.train(loss, params, ours, batches, steps=steps))()
+        visited: dict[int, Any] = {}
 
-        def body(carry: Any, t: Array) -> Any:
+        def loss(w: Any, _: Any, batch: Any) -> Array:
+            return _models.cross_entropy(w, *batch)
+
+        def watched(w: Any, _: Any, batch: Any) -> Array:
+            t, *batch = batch
+            jax.debug.callback(lambda t, w: visited.update({int(t): jax.tree.map(np.array, w)}), t, w)
+            return loss(w, _, batch)
+
+        run = jax.jit(lambda: hg.train(watched, params, ours, lambda t: (t, *batches(t)), steps=steps))()
+        jax.block_until_ready(run)
+        jax.effects_barrier()
+
+        def free(carry: Any, t: Array) -> Any:
             w, state = carry
             value, g = jax.value_and_grad(loss)(w, None, batches(t))
             updates, state = rule.update(g, state, w)
             return (optax.apply_updates(w, updates), state), value
 
-        theirs = jax.jit(lambda: jax.lax.scan(body, (params, rule.init(params)), jnp.arange(steps, dtype=jnp.int32)))
-        (w, _), losses = theirs()
-        apart = max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(*map(jax.tree.leaves, (w, run.params)), strict=True))
-        return Curve(float(jnp.max(jnp.abs(run.losses / losses - 1))), apart, float(losses[-1]))
+        def led(carry: Any, x: Any) -> Any:
+            state, squares = carry
+            t, w, after = x
+            g = jax.grad(loss)(w, None, batches(t))
+            theirs, state = rule.update(g, state, w)
+            squares = jax.tree.map(lambda s, g: s + g**2, squares, g)
+            ours, theirs, root = map(_flat, (jax.tree.map(jnp.subtract, after, w), theirs, squares))
+            seen = jnp.sqrt(root / (t + 1)) >= SMALL
+            error = jnp.linalg.norm(jnp.where(seen, ours - theirs, 0)) / jnp.linalg.norm(jnp.where(seen, theirs, 0))
+            return (state, squares), (error, *(jnp.max(jnp.where(seen, 0, jnp.abs(x))) for x in (ours, theirs)))
+
+        t = jnp.arange(steps, dtype=jnp.int32)
+        (w, _), losses = jax.jit(lambda: jax.lax.scan(free, (params, rule.init(params)), t))()
+        way = jax.tree.map(lambda *w: np.stack(w), *(visited[t] for t in range(steps)), run.params)
+        xs = (t, jax.tree.map(lambda w: w[:-1], way), jax.tree.map(lambda w: w[1:], way))
+        first = rule.init(params), jax.tree.map(jnp.zeros_like, params)
+        _, (errors, *small) = jax.jit(lambda xs: jax.lax.scan(led, first, xs))(xs)
+        return Curve(
+            float(jnp.max(jnp.abs(run.losses / losses - 1))),
+            float(jnp.max(jnp.abs(_flat(w) - _flat(run.params)))),
+            float(losses[-1]),
+            float(jnp.max(errors)),
+            *(float(jnp.max(x) / ours.learning_rate) for x in small),
+        )
+
+
+def _flat(tree: Any) -> Array:
+    return jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(tree)])
 
 
 def main() -> None:
@@ -147,26 +197,32 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
     print(f"\n{arguments.steps} steps of 784-64-64-10 and back, bits per parameter and step")
-    print(f"{'':12s} {'exact':>6s} {'stored':>9s} {'theory':>9s} {'excess':>8s} {'seconds':>8s}")
+    print(
+        f"{'':12s} {'exact':>6s} {'theory':>9s} {'stored':>9s} {'excess':>8s} {'content':>9s} {'excess':>8s} {'seconds':>8s}"
+    )
     for name in arguments.only:
         begin = time.perf_counter()
         proof = reversal(name, arguments.steps)
-        bits, ideal, seconds = (
-            proof.bits_per_parameter_step,
-            proof.ideal_bits_per_parameter_step,
-            time.perf_counter() - begin,
-        )
-        print(f"{name:12s} {proof.exact!s:>6s} {bits:9.5f} {ideal:9.5f} {bits / ideal - 1:8.2%} {seconds:8.1f}", flush=True)
+        seconds = time.perf_counter() - begin
+        ideal = proof.ideal_bits_per_parameter_step
+        columns = [
+            f"{bits:9.5f} {bits / ideal - 1:8.2%}"
+            for bits in (proof.bits_per_parameter_step, proof.content_bits_per_parameter_step)
+        ]
+        print(f"{name:12s} {proof.exact!s:>6s} {ideal:9.5f} {' '.join(columns)} {seconds:8.1f}", flush=True)
     print(f"\nhypergradients in float64, largest relative error\n{'':12s} {'Unrolled':>9s} {'differences':>12s}")
     for name in arguments.only:
         print("{:12s} {:9.1e} {:12.1e}".format(name, *hypergradient_errors(name)), flush=True)
-    print(f"\n{arguments.curve_steps} steps on {arguments.data} beside optax: largest relative difference of the losses")
-    print(f"{'':12s} {'float64':>9s} {'float32':>9s} {'nominal decays, float32':>24s} {'last loss':>10s}")
+    print(f"\n{arguments.curve_steps} steps on {arguments.data} beside optax: largest relative difference of the losses;")
+    print(f"of an update, over the weights whose gradients are {SMALL:.0e} or more; of the others, largest update / rate")
+    head = ("float64", "float32", "nominal, float32", "update", "others", "others in optax", "last loss")
+    print(f"{'':12s} " + " ".join(f"{x:>16s}" for x in head))
     for name in arguments.only:
         run = functools.partial(curve, name, arguments.data, arguments.curve_steps)
         wide, narrow = run(jnp.float64, rounded), run(jnp.float32, rounded)
         nominal = run(jnp.float32, lambda decay: decay)
-        print(f"{name:12s} {wide.loss:9.1e} {narrow.loss:9.1e} {nominal.loss:24.1e} {narrow.final:10.4f}", flush=True)
+        numbers = (wide.loss, narrow.loss, nominal.loss, narrow.update, narrow.small, narrow.small_theirs)
+        print(f"{name:12s} " + " ".join(f"{x:16.1e}" for x in numbers) + f" {narrow.final:16.4f}", flush=True)
 
 
 if __name__ == "__main__":

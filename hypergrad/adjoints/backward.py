@@ -32,14 +32,15 @@ from hypergrad.loop.step import (
     retreat,
     settled,
     transformed,
+    unfollow,
 )  # fmt: skip
-from hypergrad.optimizers.chain import PARAMS, Link
+from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link
 
 
 class Cotangents(NamedTuple):
     """Of the links' values, of the hyperparameters, and of theta (None: nobody differentiates it)."""
 
-    z: Values
+    z: Values  # without the statistics, if nobody differentiates what they come to
     h: Hypers
     theta: list[Array] | None
 
@@ -105,6 +106,26 @@ def pull_transforms(
     return jax.vjp(lambda *a: transformed(rule, *a), h, w, g)[1](u)
 
 
+def evidence_cotangent(problem: Problem, z: Values, ds: Values, rates: Hypers) -> list[Array]:
+    """That of what the statistics follow: linear in it, so that no value enters. None where nobody differentiates them."""
+    parts = []
+    for rule in problem.statistics if ds else ():
+        (link,) = rule.chain
+        parts += pull(rule, link, z, ds, rates, [jnp.zeros_like(x) for x in ds[link.name]]).g
+    return parts
+
+
+def undo_statistics(
+    problem: Problem, state: Exact, ct: Cotangents, rates: Hypers, turns: Any, seen: list[Array]
+) -> tuple[Exact, Cotangents]:
+    """`unfollow`, and the cotangents through it where there are any."""
+    if not ct.z:
+        return unfollow(problem.statistics, state, rates, turns, seen), ct
+    for rule in problem.statistics:
+        state, ct, _ = undo_link(rule, rule.chain[0], state, ct, rates, turns, seen)
+    return state, ct
+
+
 def reverse(
     problem: Problem,
     inputs: Inputs,
@@ -122,10 +143,11 @@ def reverse(
     gradient = problem.maybe_jit(problem.gradient)
 
     def body(consts: Any, carry: Any, x: Any) -> tuple[Any, Any]:
-        state, (dz, dconstant, dtheta) = carry
+        state, (dz, ds, dconstant, dtheta) = carry
         (constant, theta, frozen), (t, stepped, turns, dloss) = consts, x
-        h = join_steps(constant, stepped)
+        h, rates = problem.parts(join_steps(constant, stepped))
         ct = Cotangents(dz, jax.tree.map(jnp.zeros_like, h), dtheta)
+        means = Cotangents(ds, jax.tree.map(jnp.zeros_like, rates), None)
 
         def undo_others(state: Exact, ct: Cotangents, g: list[Array]) -> tuple[Exact, Cotangents, list[Array]]:
             u = [jnp.zeros_like(x) for x in g]
@@ -137,38 +159,43 @@ def reverse(
         state, ct, _ = undo_link(rule, params, state, ct, h, turns, None)
         w, wide_w = rule.decoded(state.z, params), rule.floats(state.z, params)
         batch = problem.batch(frozen, t)
-        at_w = lambda w: first_order(w, theta, frozen, batch)  # noqa: E731
+        at_w = lambda w, push: first_order(w, push, theta, frozen, batch)  # noqa: E731
+        push = evidence_cotangent(problem, state.z, ds, rates)
         if rule.linear:
             u = gradient_cotangent(rule, state.z, ct.z, h, wide_w if rule.transforms else w)
             if rule.transforms:
                 u = pull_transforms(rule, h, wide_w, w, u)[2]
-            (g, g_theta), (hu, cross), value = _along(problem, at_w, w, u)
+            (g, g_theta), (hu, cross), (value, seen) = _along(problem, at_w, w, u, push)
         if rule.isolate:
-            value, g = problem.apart(t, gradient, settled(w), theta, frozen, batch)
+            value, g, seen = problem.apart(t, gradient, settled(w), theta, frozen, batch)
+        state, means = undo_statistics(problem, state, means, rates, turns, seen)
         state, ct, u = undo_others(state, ct, evidence(rule, turns, h, wide_w, g))
         if rule.transforms:
             dh, dw, u = pull_transforms(rule, h, wide_w, g, u)
             ct = Cotangents({**ct.z, PARAMS: _plus(ct.z[PARAMS], dw)}, _plus(ct.h, dh), ct.theta)
         if not rule.linear:
-            (g, g_theta), (hu, cross), _ = _along(problem, at_w, w, u)
+            (g, g_theta), (hu, cross), _ = _along(problem, at_w, w, u, push)
 
         dw, dtheta = _plus(ct.z[PARAMS], hu), _plus(dtheta, cross)
         if dloss is not None:
             dw = jax.tree.map(lambda a, b: a + dloss * b, dw, g)
             dtheta = jax.tree.map(lambda a, b: a + dloss * b, dtheta, g_theta)
-        dstepped = [{k: dh[k] for k in hj} for dh, hj in zip(ct.h, stepped, strict=True)]
-        dconstant = [{k: dh[k] + old[k] for k in old} for dh, old in zip(ct.h, dconstant, strict=True)]
+        dstepped = [{k: dh[k] for k in hj} for dh, hj in zip(ct.h + means.h, stepped, strict=True)]
+        dconstant = [{k: dh[k] + old[k] for k in old} for dh, old in zip(ct.h + means.h, dconstant, strict=True)]
         dz = {**ct.z, PARAMS: dw}
-        return (state, (dz, dconstant, dtheta)), (dstepped, value, _norms(dz) if problem.probed else None)
+        return (state, (dz, means.z, dconstant, dtheta)), (dstepped, value, _norms(dz) if problem.probed else None)
 
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns, dlosses)
-    carry = (end, (ct.z, jax.tree.map(jnp.zeros_like, constant), ct.theta))
+    dz = {name: leaves for name, leaves in ct.z.items() if name != STATISTICS}
+    ds = {name: leaves for name, leaves in ct.z.items() if name == STATISTICS}
+    last_norms = _norms(dz)
+    carry = (end, (dz, ds, jax.tree.map(jnp.zeros_like, constant), ct.theta))
     consts = (constant, inputs.theta, inputs.frozen)
-    (start, (dz, dconstant, dtheta)), (dstepped, losses, norms) = problem.run(body, consts, carry, xs, True, pause)
+    (start, (dz, ds, dconstant, dtheta)), (dstepped, losses, norms) = problem.run(body, consts, carry, xs, True, pause)
     dh = problem.beside(_joined, dconstant, dstepped, inputs.h)
     if problem.probed:
-        norms = jax.tree.map(lambda before, last: jnp.append(before, last), norms, _norms(ct.z))
-    return Reversed(start, Cotangents(dz, dh, dtheta), losses, norms)
+        norms = jax.tree.map(lambda before, last: jnp.append(before, last), norms, last_norms)
+    return Reversed(start, Cotangents({**dz, **ds}, dh, dtheta), losses, norms)
 
 
 def _joined(problem: Problem, dconstant: Hypers, dstepped: Hypers, h: Hypers) -> Hypers:
@@ -177,23 +204,27 @@ def _joined(problem: Problem, dconstant: Hypers, dstepped: Hypers, h: Hypers) ->
     return [{k: d.reshape(hj[k].shape) for k, d in dj.items()} for dj, hj in zip(dh, h, strict=True)]
 
 
-def _first_order(problem: Problem, with_theta: bool) -> Callable[..., tuple[Any, Array]]:
-    """(w, theta, frozen, batch) -> ((gradient in w, gradient in theta or None), loss)."""
+def _first_order(problem: Problem, with_theta: bool) -> Callable[..., tuple[Any, Any]]:
+    """(w, push, theta, frozen, batch) -> ((gradient of loss + push . evidence in w, in theta or None), (loss, evidence))."""
 
-    def gradients(w: list[Array], theta: list[Array], *rest: Any) -> tuple[Any, Array]:
-        if with_theta:
-            value, both = jax.value_and_grad(problem.value, argnums=(0, 1))(w, theta, *rest)
-            return both, value
-        value, g = jax.value_and_grad(problem.value)(w, theta, *rest)
-        return (g, None), value
+    def pushed(w: list[Array], theta: list[Array], push: list[Array], *rest: Any) -> tuple[Array, Any]:
+        value, seen = problem.value(w, theta, *rest)
+        return sum((jnp.vdot(a, x) for a, x in zip(push, seen, strict=False)), value), (value, seen)
+
+    def gradients(w: list[Array], push: list[Array], theta: list[Array], *rest: Any) -> tuple[Any, Any]:
+        differentiated = jax.value_and_grad(pushed, argnums=(0, 1) if with_theta else 0, has_aux=True)
+        (_, found), g = differentiated(w, theta, push, *rest)
+        return (g if with_theta else (g, None)), found
 
     return problem.maybe_jit(gradients)
 
 
-def _along(problem: Problem, first_order: Callable[..., Any], w: list[Array], u: list[Array]) -> Any:
-    """Forward over reverse: ((g, g_theta), (H u, (d_theta g)^T u), loss) from one jvp, without residuals of residuals."""
+def _along(problem: Problem, first_order: Callable[..., Any], w: list[Array], u: list[Array], push: list[Array]) -> Any:
+    """Forward over reverse: ((g, g_theta), (H u, (d_theta g)^T u), (loss, evidence)) from one jvp, without residuals of
+    residuals. A push from 0 along the cotangent of the evidence adds what the statistics pass back to the second of them."""
     with jax.enable_x64(problem.x64):
-        return settled(jax.jvp(first_order, (settled(w),), (settled(u),), has_aux=True))
+        none = [jnp.zeros_like(x) for x in push]
+        return settled(jax.jvp(first_order, (settled(w), none), (settled(u), settled(push)), has_aux=True))
 
 
 def _norms(dz: Values) -> dict[str, Array]:

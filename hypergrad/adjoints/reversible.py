@@ -20,9 +20,10 @@ from hypergrad.errors import OK, REVERSAL, Status
 from hypergrad.exact import PUBLIC_WORD_BITS, WORD_BITS, words_needed
 from hypergrad.loop import shelf
 from hypergrad.loop.forward import forward
-from hypergrad.loop.problem import Inputs, Problem, schedules, turns_of
+from hypergrad.loop.problem import Inputs, Problem, begun, intact, schedules, turns_of
 from hypergrad.loop.status import Outcome, assess
-from hypergrad.loop.step import Exact, returned, start
+from hypergrad.loop.step import Exact
+from hypergrad.optimizers.chain import STATISTICS
 from hypergrad.optimizers.expand import concrete, first_true, link_numerators
 
 
@@ -96,6 +97,13 @@ class _Flag(eqx.Module):
     value: bool = eqx.field(static=True)
 
 
+class Wanted(NamedTuple):
+    """What somebody differentiates, known when the program is built."""
+
+    theta: bool
+    statistics: bool  # what they came to
+
+
 def _run_fwd(problem: Problem, capacity: int | None, *inputs: Any) -> tuple[Outcome, Residuals]:
     perturbed = Inputs(*jax.tree.map(lambda x: x.perturbed, inputs))
     arrays = Inputs(*jax.tree.map(lambda x: x.value, inputs))
@@ -116,8 +124,10 @@ def _run_bwd(problem: Problem, capacity: int | None, residuals: Residuals, ct: O
     inputs = residuals.inputs
     dvalues = jax.tree.map(_dense, ct.values, is_leaf=_is_zero)
     dlosses = None if _is_zero(ct.losses) else ct.losses
-    gradients, intact, norms = _backward(problem, inputs, residuals.end, dvalues, dlosses, residuals.with_theta.value)
-    status = _certificate(residuals.status, intact)
+    followed = not all(map(_is_zero, ct.values.get(STATISTICS, ())))
+    wanted = Wanted(residuals.with_theta.value, followed)
+    gradients, back, norms = _backward(problem, inputs, residuals.end, dvalues, dlosses, wanted)
+    status = _certificate(residuals.status, back)
     if problem.probed:
         trace(status, residuals.losses, norms)
     ok = surface(status, problem.throw)
@@ -160,6 +170,7 @@ def _batched_apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
         @run.def_vmap
         def batched(size: int, axes: Any, *a: Any) -> Any:
+            a, axes = _all_values(size, axes, a) if function is _jitted_forward else (a, axes)
             axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, axes)
             with jax.enable_x64(True):  # the rule may be called long after the context of the call is gone
                 apart = lambda *a: function(problem.isolated(), static, *a)  # noqa: E731
@@ -169,6 +180,18 @@ def _batched_apart(function: Callable[..., Any]) -> Callable[..., Any]:
         return run(*args)
 
     return wrapped
+
+
+def _all_values(size: int, axes: Any, arguments: Any) -> Any:
+    """The forward pass's arguments and their flags, with all initial values batched, as all values are on the way back.
+
+    What is batched may leave the parameters alone (the decay of a statistic does): their gradients would be computed once on
+    the way there and in a batch on the way back.
+    """
+    (inputs,), (batched,) = arguments, axes
+    each = lambda x, is_batched: x if is_batched else jnp.broadcast_to(x, (size, *x.shape))  # noqa: E731
+    values, flags = jax.tree.map(each, inputs.values, batched.values), jax.tree.map(lambda _: True, batched.values)
+    return (inputs._replace(values=values),), (batched._replace(values=flags),)
 
 
 def settled_driver(problem: Problem, *arrays: Any) -> Problem:
@@ -214,61 +237,65 @@ def _forward_pass(problem: Problem, capacity: tuple[Any, ...] | None, inputs: In
 
 
 def _begin(problem: Problem, capacity: tuple[Any, ...] | None, values: Any, h: Any) -> tuple[Any, Exact]:
-    return schedules(problem, h), start(problem.rule, values, _words(problem, capacity))
+    return schedules(problem, h), begun(problem, values, _words(problem, capacity))
 
 
 def _outcome(
     problem: Problem, capacity: Any, values: Any, h: Any, plan: Any, z: Any, losses: Array, magnitudes: Array
 ) -> Outcome:
     status = assess(problem, values, h, plan, magnitudes, losses, _words(problem, capacity))
-    return Outcome({link.name: problem.rule.decoded(z, link) for link in problem.rule.chain}, losses, status)
+    return Outcome({link.name: rule.decoded(z, link) for rule, link, _ in problem.links(h)}, losses, status)
 
 
 def _words(problem: Problem, capacity: tuple[Any, ...] | None) -> dict[str, int | None]:
-    return {**{link.name: None for link in problem.rule.chain}, **dict(capacity or ())}
+    return {**{link.name: None for rule in problem.rules for link in rule.chain}, **dict(capacity or ())}
 
 
 _jitted_forward = jax.jit(_forward_pass, static_argnums=(0, 1))
 
 
-def _backward(problem: Problem, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any, with_theta: bool) -> Any:
+def _backward(problem: Problem, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any, wanted: Wanted) -> Any:
     arguments = inputs, end, dvalues, dlosses
     problem = settled_driver(problem, arguments)
     with jax.enable_x64(True):
         if not _known(arguments):
-            return _once(_batched_apart(_jitted_backward))(problem, with_theta, *arguments)
+            return _once(_batched_apart(_jitted_backward))(problem, wanted, *arguments)
         if problem.driver == "scan":
-            return programs.call(_jitted_backward, (problem, with_theta), *arguments)
-        return _backward_pass(problem, with_theta, *arguments)
+            return programs.call(_jitted_backward, (problem, wanted), *arguments)
+        return _backward_pass(problem, wanted, *arguments)
 
 
 def _backward_pass(
-    problem: Problem, with_theta: bool, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any
+    problem: Problem, wanted: Wanted, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any
 ) -> tuple[tuple[Any, Any, Any], Array, dict[str, Array] | None]:
-    plan, zero = problem.beside(_begin_back, inputs, dvalues, static=(with_theta,))
+    plan, zero = problem.beside(_begin_back, inputs, dvalues, static=(wanted,))
     if problem.shelved:
         end, shelves = shelf.unshelved(end)
         back = reverse(problem, inputs, end, shelf.unslotted(turns_of(plan)), zero, dlosses, shelf.bring(plan, shelves))
     else:
         back = reverse(problem, inputs, end, turns_of(plan), zero, dlosses)
-    gradients, intact = problem.beside(_gradients, inputs, back)
-    return gradients, intact, back.norms
+    gradients, found = problem.beside(_gradients, inputs, back)
+    return gradients, found, back.norms
 
 
-def _begin_back(problem: Problem, with_theta: bool, inputs: Inputs, dvalues: Any) -> tuple[Any, Cotangents]:
+def _begin_back(problem: Problem, wanted: Wanted, inputs: Inputs, dvalues: Any) -> tuple[Any, Cotangents]:
     """When buffers spill, and the cotangents of what comes out."""
-    dz = {name: [d.astype(t) for d, t in zip(ds, problem.rule.dtypes, strict=True)] for name, ds in dvalues.items()}
-    dtheta = jax.tree.map(jnp.zeros_like, inputs.theta) if with_theta else None
+    dz = {}
+    for rule in problem.rules if wanted.statistics else (problem.rule,):
+        for link in rule.chain:
+            dz[link.name] = [d.astype(t) for d, t in zip(dvalues[link.name], rule.dtypes, strict=True)]
+    dtheta = jax.tree.map(jnp.zeros_like, inputs.theta) if wanted.theta else None
     dh = [{k: jnp.zeros_like(x) for k, x in hj.items()} for hj in inputs.h]
     return schedules(problem, inputs.h), Cotangents(dz, dh, dtheta)
 
 
 def _gradients(problem: Problem, inputs: Inputs, back: Reversed) -> tuple[tuple[Any, Any, Any], Array]:
-    """Of values, hyperparameters and theta; and per link and leaf, whether the start was found again."""
-    intact = returned(problem.rule, inputs.values, back.start) & jnp.isfinite(back.losses).all()
-    dvalues = jax.tree.map(lambda d, x: d.astype(x.dtype), back.ct.z, inputs.values)
+    """Of values, hyperparameters and theta; and per place, whether the start was found again."""
+    found = intact(problem, inputs.values, back.start) & jnp.isfinite(back.losses).all()
+    dvalues = {**jax.tree.map(jnp.zeros_like, inputs.values), **back.ct.z}
+    dvalues = jax.tree.map(lambda d, x: d.astype(x.dtype), dvalues, inputs.values)
     dtheta = jax.tree.map(jnp.zeros_like, inputs.theta) if back.ct.theta is None else back.ct.theta
-    return (dvalues, back.ct.h, dtheta), intact
+    return (dvalues, back.ct.h, dtheta), found
 
 
 _jitted_backward = jax.jit(_backward_pass, static_argnums=(0, 1))
@@ -287,7 +314,7 @@ def _capacities(problem: Problem, h: Any, capacity: int | None) -> dict[str, int
     at_least = own * ledger.capacity if (ledger := current_ledger()) else 0
     guess = lambda link: max(math.ceil(problem.steps * link.bits_a_step / WORD_BITS), at_least)  # noqa: E731  until told
     result = {}
-    for link, known in zip(problem.rule.chain, problem.words, strict=True):
+    for (_, link, part), known in zip(problem.links(h), problem.words, strict=True):
         if link.decay and problem.shelved:
             result[link.name] = shelf.CAPACITY
         elif link.decay and capacity is not None:
@@ -295,7 +322,7 @@ def _capacities(problem: Problem, h: Any, capacity: int | None) -> dict[str, int
         elif link.decay and known is not None:
             result[link.name] = known
         elif link.decay:
-            result[link.name] = max(_exact_words(problem, link, hj) for hj in h) if concrete(h) else guess(link)
+            result[link.name] = max(_exact_words(problem, link, hj) for hj in part) if concrete(h) else guess(link)
     return result
 
 

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from hypergrad.exact import decode, substitute
-from hypergrad.loop.problem import Inputs, Problem, join_steps, schedules, split_steps, turns_of
+from hypergrad.loop.problem import Inputs, Problem, begun, join_steps, magnitudes, schedules, split_steps, turns_of
 from hypergrad.loop.status import Outcome, assess
-from hypergrad.loop.step import Exact, Turns, Values, advance, increment, increments, isolated, start, transformed
+from hypergrad.loop.step import Exact, Turns, Values, advance, increment, increments, isolated, transformed
 from hypergrad.optimizers.chain import PARAMS
 
 
@@ -69,49 +69,51 @@ def _run(problem: Problem, inputs: Inputs, scan: Scan) -> Outcome:
     rule = problem.rule
     with jax.enable_x64(True):
         plan = schedules(problem, jax.lax.stop_gradient(inputs.h))
-        capacity: dict[str, int | None] = {link.name: None for link in rule.chain}
-        state = start(rule, jax.lax.stop_gradient(inputs.values), capacity)
+        capacity: dict[str, int | None] = {link.name: None for _, link, _ in problem.links(inputs.h)}
+        state = begun(problem, jax.lax.stop_gradient(inputs.values), capacity)
         constant, stepped = split_steps(inputs.h, problem.steps)
 
         def body(carry: tuple[Exact, Values], x: Any) -> tuple[tuple[Exact, Values], Any]:
             state, shadow = carry
             t, stepped, turns = x
-            h = join_steps(constant, stepped)
+            all_h = join_steps(constant, stepped)
+            h, _ = problem.parts(all_h)
             decoded = rule.decoded(state.z, rule.chain[-1])
             w = [substitute(s.astype(d.dtype), d) for s, d in zip(shadow[PARAMS], decoded, strict=True)]
             batch = problem.batch(inputs.frozen, t)
-            value, g = _same_bits(turns, rule.isolate, problem.gradient, w, inputs.theta, inputs.frozen, batch)
+            value, g, seen = _same_bits(turns, rule.isolate, problem.gradient, w, inputs.theta, inputs.frozen, batch)
             if rule.transforms:
                 wide_w = [substitute(*a) for a in zip(shadow[PARAMS], rule.floats(state.z, rule.chain[-1]), strict=True)]
                 g = _same_bits(turns, True, functools.partial(transformed, rule), h, wide_w, g)
-            for link in rule.chain:
-                others = [{k.name: shadow[k.name][j] for k in rule.chain if k is not link} for j in rule.leaves]
-                updates = [increment(link, h[j], others[j], g[j]) for j in rule.leaves]
-                h_now, g_now = jax.lax.stop_gradient((h, g))
-                exact = increments(rule, link, state.z, h_now, turns, None if link.name == PARAMS else g_now)
-                state = advance(rule, link, state, h_now, turns, exact)
-                floats = rule.floats(state.z, link)
-                rho = [hj[link.decay] if link.decay else 1 for hj in h]
+            for owner, link, part in problem.links(all_h):
+                told = g if owner is rule else seen
+                others = [{k.name: shadow[k.name][j] for k in owner.chain if k is not link} for j in owner.leaves]
+                updates = [increment(link, part[j], others[j], told[j]) for j in owner.leaves]
+                h_now, told_now = jax.lax.stop_gradient((part, told))
+                exact = increments(owner, link, state.z, h_now, turns, None if link.name == PARAMS else told_now)
+                state = advance(owner, link, state, h_now, turns, exact)
+                floats = owner.floats(state.z, link)
+                rho = [hj[link.decay] if link.decay else 1 for hj in part]
                 real = [r * s + u for r, s, u in zip(rho, shadow[link.name], updates, strict=True)]
                 shadow = {**shadow, link.name: [substitute(*a) for a in zip(real, floats, strict=True)]}
-            return (state, shadow), (value, rule.all_magnitudes(state.z))
+            return (state, shadow), (value, magnitudes(problem, state))
 
         first = {
             link.name: [
                 substitute(x.astype(t), decode(z, b, t))
                 for x, z, b, t in zip(
-                    inputs.values[link.name], state.z[link.name], rule.bits(link), rule.dtypes, strict=True
+                    inputs.values[link.name], state.z[link.name], owner.bits(link), owner.dtypes, strict=True
                 )
             ]
-            for link in rule.chain
+            for owner, link, _ in problem.links(inputs.h)
         }
         xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns_of(plan))
-        (end, shadow), (losses, magnitudes) = scan(body, (state, first), xs)
+        (end, shadow), (losses, found) = scan(body, (state, first), xs)
         values = {**shadow, PARAMS: []}
         for s, d in zip(shadow[PARAMS], rule.decoded(end.z, rule.chain[-1]), strict=True):
             values[PARAMS].append(substitute(s.astype(d.dtype), d))
-        magnitudes = jnp.concatenate([rule.all_magnitudes(state.z)[None], magnitudes])
-        status = assess(problem, inputs.values, inputs.h, plan, magnitudes, losses, capacity)
+        found = jnp.concatenate([magnitudes(problem, state)[None], found])
+        status = assess(problem, inputs.values, inputs.h, plan, found, losses, capacity)
         return Outcome(values, losses, jax.lax.stop_gradient(status))
 
 

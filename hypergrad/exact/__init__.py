@@ -42,7 +42,8 @@ class InformationBuffer(NamedTuple):
     multiply_by: Callable[..., tuple[Any, Any]]  # (buffer, c, n, denominator, turn) -> (buffer, c)
     divide_by: Callable[..., tuple[Any, Any]]  # the inverse, same arguments
     is_empty: Callable[[Any], Any]  # buffer -> bool
+    length: Callable[[Any, Any], Any]  # (buffer, words spilled) -> bits of its integers, their mean
 
 
-DEVICE = InformationBuffer(_device.empty_buffer, _device.multiply_by, _device.divide_by, _device.is_empty)
-GMPY2 = InformationBuffer(_gmpy.empty_buffer, _gmpy.multiply_by, _gmpy.divide_by, _gmpy.is_empty)
+DEVICE = InformationBuffer(_device.empty_buffer, _device.multiply_by, _device.divide_by, _device.is_empty, _device.length)
+GMPY2 = InformationBuffer(_gmpy.empty_buffer, _gmpy.multiply_by, _gmpy.divide_by, _gmpy.is_empty, _gmpy.length)

@@ -59,6 +59,11 @@ def is_empty(buffer: Buffer) -> Array:
     return jnp.all(buffer.head == 0)
 
 
+def length(buffer: Buffer, words: Array) -> Array:
+    """Bits that the integers of Algorithm 7 are long, their mean: those of the words spilled and of what is in each head."""
+    return WORD_BITS * words + jnp.mean((HEAD_BITS - jax.lax.clz(buffer.head)).astype(jnp.float32))
+
+
 def multiply_by(buffer: Buffer, c: Value, n: Array, denominator: int, turn: Turn) -> tuple[Buffer, Value]:
     """c <- c n/d, the digit lost kept in the buffer (Algorithm 7).
 

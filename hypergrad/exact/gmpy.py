@@ -35,6 +35,12 @@ def is_empty(buffer: Digits) -> bool:
     return not np.any(buffer.i != 0)
 
 
+def length(buffer: Digits, words: Any) -> float:
+    """Bits that the integers are long, their mean; `words` is ignored: they are in one piece."""
+    del words
+    return float(np.mean([int(x).bit_length() for x in buffer.i.flat]))
+
+
 def multiply_by(buffer: Digits, c: Value, n: Any, denominator: int, turn: Any = None) -> tuple[Digits, Value]:
     """c <- c n/d, the digit lost kept in the buffer (Algorithm 7): int64 [...] or `Wide` -> the same."""
     del turn

@@ -8,8 +8,8 @@ from jax import Array
 
 from hypergrad.exact import largest
 from hypergrad.loop.drivers import Pause
-from hypergrad.loop.problem import Inputs, Problem, join_steps, split
-from hypergrad.loop.step import Exact, settled, step
+from hypergrad.loop.problem import Inputs, Problem, join_steps, magnitudes, split
+from hypergrad.loop.step import Exact, follow, settled, step
 
 
 class Forward(NamedTuple):
@@ -17,7 +17,7 @@ class Forward(NamedTuple):
 
     end: Exact
     losses: Array  # [steps]
-    magnitudes: Array  # float32 [steps + 1, links, leaves]: max |z| before the first and after each step
+    magnitudes: Array  # float32 [steps + 1, places]: max |z| before the first and after each step
 
 
 def forward(
@@ -36,18 +36,21 @@ def forward(
 
 
 def train_step(problem: Problem, gradient: Callable[..., Any], consts: Any, state: Exact, x: Any) -> tuple[Exact, Any]:
-    """The gradient at the present parameters, then `step`; also (loss, max |w| before, max |z_k| of the others after)."""
+    """The gradient at the present parameters, then `step` and `follow`; also (loss, max |w| before, max |z| of all else)."""
     rule = problem.rule
     (constant, theta, frozen), (t, stepped, turns) = consts, x
     w = settled(rule.decoded(state.z, rule.chain[-1]))
     entering = jnp.stack([largest(x) for x in w])  # w is at hand here; what step t leaves is seen at t + 1
-    value, g = problem.apart(t, gradient, w, theta, frozen, problem.batch(frozen, t))
-    state, others = step(rule, state, join_steps(constant, stepped), turns, g)
-    return state, (value, entering, others)
+    value, g, seen = problem.apart(t, gradient, w, theta, frozen, problem.batch(frozen, t))
+    h, rates = problem.parts(join_steps(constant, stepped))
+    state, others = step(rule, state, h, turns, g)
+    state = follow(problem.statistics, state, rates, turns, seen)
+    means = [r.magnitudes(state.z, link).reshape(-1) for r in problem.statistics for link in r.chain]
+    return state, (value, entering, (others.reshape(-1), means))
 
 
-def in_order(problem: Problem, start: Exact, end: Exact, entering: Array, others: Array) -> Array:
-    """The magnitudes of `train_step` as before the first and after each step: float32 [steps + 1, links, leaves]."""
-    rule = problem.rule
-    w = jnp.concatenate([entering[1:], rule.magnitudes(end.z, rule.chain[-1])[None]])
-    return jnp.concatenate([rule.all_magnitudes(start.z)[None], jnp.concatenate([others, w[:, None]], axis=1)])
+def in_order(problem: Problem, start: Exact, end: Exact, entering: Array, rest: Any) -> Array:
+    """The magnitudes of `train_step` as before the first and after each step: float32 [steps + 1, places]."""
+    others, means = rest
+    w = jnp.concatenate([entering[1:], problem.rule.magnitudes(end.z, problem.rule.chain[-1])[None]])
+    return jnp.concatenate([magnitudes(problem, start)[None], jnp.concatenate([others, w, *means], axis=1)])

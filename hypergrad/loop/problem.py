@@ -5,25 +5,28 @@ Invariant: `Problem.batch` is one function of t, and `Problem.gradient` one of (
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.batches import HostBatches
 from hypergrad.exact import Schedule, behind_branch, schedule
 from hypergrad.loop import drivers
-from hypergrad.loop.step import Hypers, Rule, Values, settled
+from hypergrad.loop.step import Exact, Hypers, Rule, Values, returned, settled, start
+from hypergrad.optimizers.chain import Link
 from hypergrad.optimizers.expand import link_numerators
 
 
 class Inputs(NamedTuple):
     """Everything a run computes with."""
 
-    values: Values  # link name -> initial floats, "params" among them
-    h: Hypers  # per leaf: {name: [steps | 1, ...]}
+    values: Values  # link name -> initial floats, "params" among them, and "statistics" if there are any
+    h: Hypers  # per leaf: {name: [steps | 1, ...]}, of the parameters and then of the statistics
     theta: list[Array]  # float leaves
     frozen: list[Any]  # theta's other leaves, and the arrays of `batches`: never differentiated
 
@@ -47,8 +50,8 @@ class Static:
 class Labels(NamedTuple):
     """Names for errors."""
 
-    places: tuple[str, ...]  # every (link, leaf), then every (decay, leaf)
-    limits: tuple[float, ...]  # the range of every (link, leaf)
+    places: tuple[str, ...]  # every (link, leaf), statistics last; then the decay of each
+    limits: tuple[float, ...]  # the range of every (link, leaf), statistics last
     frozen: tuple[str, ...]  # paths of `Inputs.frozen`
 
 
@@ -64,7 +67,7 @@ class Assemble(Protocol):
 class Problem:
     """Everything a run is compiled for."""
 
-    loss: Callable[..., Array]
+    loss: Callable[..., Any]  # -> scalar, or (scalar, evidence) where there are statistics
     assemble: Assemble
     rule: Rule
     steps: int
@@ -73,10 +76,23 @@ class Problem:
     labels: Labels
     words: tuple[int | None, ...]  # per link: buffer words per parameter, where its decay is known beforehand
     throw: bool
+    statistics: tuple[Rule, ...] = ()  # how they move, if there are any: one chain of one link, whose "gradient" is evidence
     probed: bool = False  # whether the reverse pass also gives the norms of its cotangents
     source: HostBatches | None = None  # of batches that Python loads, for host drivers
     progress: drivers.Progress | None = None  # told by host drivers how far they are
     shelved: bool = False  # whether spilled words go to host memory
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return (self.rule, *self.statistics)
+
+    def parts(self, h: list[Any]) -> tuple[list[Any], list[Any]]:
+        """`Inputs.h`, or anything like it, of the parameters and of the statistics."""
+        return h[: len(self.rule.leaves)], h[len(self.rule.leaves) :]
+
+    def links(self, h: list[Any]) -> list[tuple[Rule, Link, list[Any]]]:
+        """Every link with its rule and its part of `h`, that of the statistics last."""
+        return [(rule, link, part) for rule, part in zip(self.rules, self.parts(h), strict=False) for link in rule.chain]
 
     def isolated(self) -> "Problem":
         """The same run, its gradients compiled apart from what surrounds them."""
@@ -99,15 +115,23 @@ class Problem:
         found = self.apart(t, arrays, frozen, t)
         return eqx.combine(found, rest[-1])
 
-    def value(self, w: list[Array], theta: list[Array], frozen: list[Any], batch: Any) -> Array:
+    def value(self, w: list[Array], theta: list[Array], frozen: list[Any], batch: Any) -> tuple[Array, list[Array]]:
+        """(loss, evidence for the statistics)."""
         with jax.enable_x64(self.x64):
-            return self.loss(*self.assemble.arguments(w, theta, frozen, batch))
+            value = self.loss(*self.assemble.arguments(w, theta, frozen, batch))
+            if not self.statistics:
+                return value, []
+            value, seen = value
+            leaves = zip(jax.tree.leaves(seen), self.statistics[0].dtypes, strict=True)
+            return value, [jnp.asarray(x).astype(dtype) for x, dtype in leaves]
 
-    def gradient(self, w: list[Array], theta: list[Array], frozen: list[Any], batch: Any) -> tuple[Array, list[Array]]:
-        """(loss, gradient in w), the latter bit for bit the same in every pass: if both are used in every pass."""
+    def gradient(
+        self, w: list[Array], theta: list[Array], frozen: list[Any], batch: Any
+    ) -> tuple[Array, list[Array], list[Array]]:
+        """(loss, gradient in w, evidence), the last two bit for bit the same in every pass: if all are used in each."""
         with jax.enable_x64(self.x64):
-            value, g = jax.value_and_grad(self.value)(w, theta, frozen, batch)
-        return value, settled(g)
+            (value, seen), g = jax.value_and_grad(self.value, has_aux=True)(w, theta, frozen, batch)
+        return value, *settled((g, seen))
 
     def run(
         self, body: drivers.Body, consts: Any, carry: Any, xs: Any, reverse: bool = False, pause: drivers.Pause | None = None
@@ -144,10 +168,26 @@ def _beside(function: Callable[..., Any], problem: Problem, static: tuple[Any, .
 def schedules(problem: Problem, h: Hypers) -> dict[str, list[Schedule]]:
     """When each buffer spills: per decaying link, per leaf."""
     result = {}
-    for link in problem.rule.chain:
+    for _, link, part in problem.links(h):
         if link.decay:
-            result[link.name] = [schedule(link_numerators(link, hj, problem.steps), link.denominator) for hj in h]
+            result[link.name] = [schedule(link_numerators(link, hj, problem.steps), link.denominator) for hj in part]
     return result
+
+
+def begun(problem: Problem, values: Values, words: dict[str, int | None]) -> Exact:
+    """The state of parameters, accumulators and statistics that holds these floats and has lost nothing yet."""
+    z, buffers = zip(*(start(rule, values, words) for rule in problem.rules), strict=True)
+    return Exact(functools.reduce(operator.or_, z), functools.reduce(operator.or_, buffers))
+
+
+def intact(problem: Problem, values: Values, end: Exact) -> Array:
+    """Per place, whether `end` is exactly the state that `begun` makes: bool [places]. The certificate."""
+    return jnp.concatenate([returned(rule, values, end).reshape(-1) for rule in problem.rules])
+
+
+def magnitudes(problem: Problem, state: Exact) -> Array:
+    """max |z| at each place: float32 [places]."""
+    return jnp.concatenate([rule.all_magnitudes(state.z).reshape(-1) for rule in problem.rules])
 
 
 def turns_of(plan: dict[str, list[Schedule]]) -> dict[str, list[Any]]:

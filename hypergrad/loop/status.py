@@ -47,10 +47,10 @@ def assess(
 
 def _decays(problem: Problem, h: Hypers) -> tuple[Any, Any, Any, Any]:
     code, step, place, value = jnp.int32(OK), jnp.int32(-1), jnp.int32(-1), jnp.float32(0)
-    for k, link in enumerate(problem.rule.chain):
-        for j in problem.rule.leaves if link.decay else ():
-            bad, s, v = first_bad_decay(link, h[j])
-            index = len(problem.rule.chain) * len(h) + k * len(h) + j
+    places = ((link, hj) for _, link, part in problem.links(h) for hj in part)
+    for index, (link, hj) in enumerate(places, len(problem.labels.limits)):
+        if link.decay:
+            bad, s, v = first_bad_decay(link, hj)
             code, step = jnp.where(bad, DECAY, code), jnp.where(bad, s, step)
             place, value = jnp.where(bad, index, place), jnp.where(bad, v, value)
     return code, step, place, value
@@ -58,13 +58,12 @@ def _decays(problem: Problem, h: Hypers) -> tuple[Any, Any, Any, Any]:
 
 def _values(problem: Problem, magnitudes: Array, losses: Array) -> tuple[Any, Any, Any, Any]:
     # Row 0 is the start, which is reported as step -1; row t + 1 is what step t left.
-    flat = magnitudes.reshape(magnitudes.shape[0], -1)
     limits = jnp.asarray(problem.labels.limits, jnp.float32)
-    bad = ~(flat < limits)
+    bad = ~(magnitudes < limits)
     bad_row = bad.any(axis=1) | jnp.concatenate([jnp.zeros(1, bool), ~jnp.isfinite(losses)])
     row = first_true(bad_row)
     place = jnp.where(bad[row].any(), first_true(bad[row]), -1)
-    value = flat[row, place]
+    value = magnitudes[row, place]
     code = jnp.where((place < 0) | is_nan_mark(value, limits[place]), NON_FINITE, RANGE)
     return jnp.where(bad_row.any(), code, OK), row - 1, place, value
 
@@ -83,13 +82,13 @@ def most_words(plan: dict[str, list[Schedule]]) -> Array:
 
 
 def _bits(problem: Problem, values: Values, h: Hypers, plan: dict[str, list[Schedule]]) -> tuple[Any, Any]:
-    """Per parameter and step, over all decaying links: stored (words and the part of the head in use), log2(1/rho)."""
+    """Per parameter and step, over all that decays: stored (words and the part of the head in use), log2(1/rho)."""
     stored = ideal = jnp.float32(0)
     parameters = sum(x.size for x in values["params"])
-    for link in problem.rule.chain:
+    for _, link, part in problem.links(h):
         for j, s in enumerate(plan.get(link.name, ())):
             weight = values[link.name][j].size / parameters
-            rho = h[j][link.decay].astype(jnp.float32)  # type: ignore[index]
+            rho = part[j][link.decay].astype(jnp.float32)
             stored += weight * (WORD_BITS * s.words + jnp.log2(s.bound.astype(jnp.float32) + 1)) / problem.steps
             ideal += weight * jnp.mean(-jnp.log2(rho))
     return stored, ideal

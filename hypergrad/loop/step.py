@@ -118,6 +118,22 @@ def unstep(rule: Rule, state: Exact, h: Hypers, turns: Turns, gradient: Gradient
     return state
 
 
+def follow(rules: tuple[Rule, ...], state: Exact, h: Hypers, turns: Turns, seen: list[Array]) -> Exact:
+    """s <- rho s + (1 - rho) e of the statistics, if there are any; beside `step`, with the evidence at its gradient."""
+    for rule in rules:
+        (link,) = rule.chain
+        state = advance(rule, link, state, h, turns, increments(rule, link, state.z, h, turns, seen))
+    return state
+
+
+def unfollow(rules: tuple[Rule, ...], state: Exact, h: Hypers, turns: Turns, seen: list[Array]) -> Exact:
+    """The inverse of `follow`."""
+    for rule in rules:
+        (link,) = rule.chain
+        state = retreat(rule, link, state, h, turns, increments(rule, link, state.z, h, turns, seen))
+    return state
+
+
 def transformed(rule: Rule, h: Hypers, w: list[Array], g: list[Array]) -> list[Array]:
     """The gradient as the chain sees it: a pure function of floats, differentiated by every adjoint."""
     g = [x.astype(dtype) for x, dtype in zip(g, rule.dtypes, strict=True)]

@@ -8,6 +8,7 @@ from hypergrad.optimizers.rms import Adagrad as Adagrad
 from hypergrad.optimizers.rms import RMSProp as RMSProp
 from hypergrad.optimizers.sgd import SGD as SGD
 from hypergrad.optimizers.sgd import HeavyBall as HeavyBall
+from hypergrad.optimizers.statistics import Statistics as Statistics
 from hypergrad.optimizers.transform import Transformed as Transformed
 from hypergrad.optimizers.transform import add_decayed_weights as add_decayed_weights
 from hypergrad.optimizers.transform import clip as clip

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -14,7 +15,8 @@ _SQUARE = Link("square", lambda h, z, g: (1 - h.b2) * (g * g), decay="b2", wide=
 
 
 def _step(h: View, z: View) -> Array:
-    return -h.learning_rate * (z.mean / h.correct1) / (_root(z.square / h.correct2) + h.eps)
+    square = jnp.maximum(z.square, h.least * z.mean**2)
+    return -h.learning_rate * (z.mean / h.correct1) / (_root(square / h.correct2) + h.eps)
 
 
 class Adam(Optimizer):
@@ -26,8 +28,10 @@ class Adam(Optimizer):
 
     Quanta (float32 parameters): m is rounded to 2^-48, s to 2^-72, and decays add noise of a standard deviation up to
     1.8e-10 to m at b1 = 0.9 and 1.2e-16 to s at b2 = 0.999. So s is exact to 1e-6 where |g| is 1e-5 and to 1e-4 where it is
-    1e-6; below 1.1e-8, where sqrt(s) is noise, the step stays below that of Adam plus 0.02 a. s is never negative, and may
-    grow to 2^22. Where it is zero, its derivative is taken as zero.
+    1e-6, once 1/(1 - b2) steps have filled it; in the first steps it is smaller than g^2 by c_2, so that gradients of 1e-7
+    are noise there. What noise takes from s below the least that m allows, m^2 (1 - b1^2/b2) (1 - b2) / (1 - b1)^2, is put
+    back, so that no step gets large by it. s is never negative, and may grow to 2^22. Where it is zero, its derivative is
+    taken as zero.
     """
 
     learning_rate: Any
@@ -38,7 +42,8 @@ class Adam(Optimizer):
     chain = (_MEAN, _SQUARE, Link("params", _step))
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
-        return {**h, "correct1": _bias_correction(h["b1"], steps), "correct2": _bias_correction(h["b2"], steps)}
+        corrections = {"correct1": _bias_correction(h["b1"], steps), "correct2": _bias_correction(h["b2"], steps)}
+        return {**h, **corrections, "least": _least(h["b1"], h["b2"])}
 
 
 class AdamW(Adam):
@@ -63,6 +68,17 @@ def _root(x: Array) -> Array:
     """sqrt(max(x, 0)) whose derivative at zero is zero, not infinite."""
     positive = x > 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
+
+
+def _least(b1: Array, b2: Array) -> Array:
+    """r with s >= r m^2 whatever the gradients were, by Cauchy and Schwarz; 0 where nothing bounds m. [1, ..]
+
+    m_t^2 <= q_t s_t with q_t = (b1^2 / b2) q_(t-1) + (1 - b1)^2 / (1 - b2), the decays being those of step t, so q never
+    exceeds the largest of the second summand over 1 - the largest of the first factor.
+    """
+    kept = jnp.max(b1**2 / b2, axis=0, keepdims=True)
+    fresh = jnp.max((1 - b1) ** 2 / (1 - b2), axis=0, keepdims=True)
+    return jax.lax.stop_gradient(jnp.maximum(1 - kept, 0) / fresh)  # what it replaces is noise, which has no derivative
 
 
 def _bias_correction(b: Array, steps: int) -> Array:

@@ -18,6 +18,7 @@ from hypergrad.exact import MOMENTUM_DENOMINATOR, WIDE_DENOMINATOR
 
 
 PARAMS = "params"
+STATISTICS = "statistics"  # of `hg.train`: a name that no link of an optimizer may have
 
 
 class Link(NamedTuple):
@@ -95,6 +96,8 @@ class Optimizer(eqx.Module):
 
 def _check_chain(name: str, chain: tuple[Link, ...]) -> None:
     names = [link.name for link in chain]
+    if STATISTICS in names:
+        raise TypeError(f"{name}.chain: `{STATISTICS}` is what hg.train calls its running statistics. Rename the link.")
     if not names or names[-1] != PARAMS or len(set(names)) != len(names):
         raise TypeError(f"{name}.chain must be links with different names, the last called `params`; got {names}.")
     if len(names) == 1:

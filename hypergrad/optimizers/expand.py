@@ -15,6 +15,7 @@ from hypergrad.errors import RangeError, decay_sentence
 from hypergrad.exact import SMALLEST_RATIO, default_fraction_bits, numerator, to_ratio
 from hypergrad.hypers import describe
 from hypergrad.optimizers.chain import Link, Optimizer
+from hypergrad.optimizers.statistics import MEANS, Statistics
 from hypergrad.schedules import PerStep, spread
 
 
@@ -38,7 +39,8 @@ def expand(optimizer: Optimizer, params: Any, steps: int, only: tuple[str, ...] 
                 continue
             values = _broadcast_prefix(name, given, params)
             for h, value, (path, leaf) in zip(expanded, values, leaves, strict=True):
-                x = _with_step_axis(name, value, jax.tree_util.keystr(path), leaf, steps, rounded.get(field))
+                where = f"{name} for params{jax.tree_util.keystr(path)}"
+                x = _with_step_axis(where, value, leaf, steps, rounded.get(field))
                 h[key] = _ratio(rounded[field], x) if field in rounded else x
     return expanded
 
@@ -53,6 +55,16 @@ def prepared(optimizer: Optimizer, params: Any, steps: int) -> list[dict[str, Ar
             if link.decay:
                 h[link.decay] = _ratio(link, h[link.decay])
         result.append(h)
+    return result
+
+
+def prepared_statistics(statistics: Statistics, steps: int) -> list[dict[str, Array]]:
+    """The decay of each statistic as `prepared` gives those of links: list of {"decay": [steps | 1, 1.. | leaf shape]}."""
+    decays = _broadcast_prefix("statistics.decay", statistics.decay, statistics.values, "the statistics")
+    result = []
+    for decay, (path, leaf) in zip(decays, jax.tree_util.tree_leaves_with_path(statistics.values), strict=True):
+        where = f"statistics.decay for statistics{jax.tree_util.keystr(path)}"
+        result.append({"decay": _ratio(MEANS, _with_step_axis(where, decay, leaf, steps, MEANS, "statistic"))})
     return result
 
 
@@ -101,7 +113,7 @@ def first_true(x: Array) -> Array:
     return jax.lax.argmax(x.astype(jnp.int32), 0, jnp.int32)
 
 
-def _broadcast_prefix(name: str, value: Any, params: Any) -> list[Any]:
+def _broadcast_prefix(name: str, value: Any, params: Any, of: str = "params") -> list[Any]:
     is_per_step = lambda x: isinstance(x, PerStep)  # noqa: E731
     value = spread(value)
     value = jax.tree.map(lambda x: jax.tree.map(PerStep, x.values) if is_per_step(x) else x, value, is_leaf=is_per_step)
@@ -109,13 +121,12 @@ def _broadcast_prefix(name: str, value: Any, params: Any) -> list[Any]:
         return jax.tree.leaves(jax.tree.broadcast(value, params, is_leaf=is_per_step), is_leaf=is_per_step)
     except ValueError as e:
         raise ValueError(
-            f"{name} must be one value or a pytree prefix of `params`; got the tree "
-            f"{jax.tree.structure(value, is_leaf=is_per_step)} for params {jax.tree.structure(params)}."
+            f"{name} must be one value or a pytree prefix of {'`params`' if of == 'params' else of}; got the tree "
+            f"{jax.tree.structure(value, is_leaf=is_per_step)} for {of} {jax.tree.structure(params)}."
         ) from e
 
 
-def _with_step_axis(name: str, value: Any, path: str, leaf: Array, steps: int, link: Link | None) -> Array:
-    where = f"{name} for params{path}"
+def _with_step_axis(where: str, value: Any, leaf: Array, steps: int, link: Link | None, owner: str = "parameter") -> Array:
     raw = value.values if isinstance(value, PerStep) else value
     if not eqx.is_array_like(raw) or not jnp.issubdtype(jnp.result_type(raw), jnp.number):
         hint = " Tabulate a schedule: hg.PerStep(jax.vmap(schedule)(jnp.arange(steps)))." if callable(raw) else ""
@@ -134,7 +145,7 @@ def _with_step_axis(name: str, value: Any, path: str, leaf: Array, steps: int, l
     if rest not in ((), leaf.shape):
         hint = " Wrap it in hg.PerStep if its leading axis is the step." if rest[:1] == (steps,) else ""
         raise ValueError(
-            f"{where} has shape {rest}; each leaf must be a scalar or have the parameter's own shape {leaf.shape}.{hint}"
+            f"{where} has shape {rest}; each leaf must be a scalar or have the {owner}'s own shape {leaf.shape}.{hint}"
         )
     return x.reshape(x.shape[0], *(rest or (1,) * leaf.ndim))
 

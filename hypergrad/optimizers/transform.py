@@ -3,6 +3,7 @@
 Invariant: the optimizer inside sees transform(h, w, g) wherever it would have seen g, in every pass.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -108,6 +109,11 @@ class Freeze(Transformed):
     mask: tuple[Any, tuple[bool, ...]] = eqx.field(static=True)  # tree and leaves: hashable
     linear_transform = True
 
+    @property
+    def chain(self) -> tuple[Link, ...]:  # type: ignore[override]
+        *others, params = self.inner.chain
+        return (*others, _still(params, self.key("kept")))
+
     def hyperparameters(self) -> dict[str, Any]:
         tree, leaves = self.mask
         return {"kept": jax.tree.unflatten(tree, [float(not frozen) for frozen in leaves])}
@@ -121,6 +127,16 @@ class Freeze(Transformed):
     def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]:
         del w
         return [jnp.where(hj.kept > 0, x, 0) for hj, x in zip(h, g, strict=True)]
+
+
+@functools.cache  # one link for one question: what is compiled for it is found by identity
+def _still(link: Link, key: str) -> Link:
+    """The link with no increment where h.<key> is 0: accumulators that a run begins with would move what is frozen."""
+
+    def increment(h: View, z: View) -> Array:
+        return jnp.where(getattr(h, key) > 0, link.increment(h, z), 0)
+
+    return link._replace(increment=increment)
 
 
 def clip(optimizer: Optimizer, max_delta: Any) -> Clip:
@@ -149,8 +165,9 @@ def add_decayed_weights(optimizer: Optimizer, weight_decay: Any) -> AddDecayedWe
 
 
 def freeze(optimizer: Optimizer, mask: Any) -> Freeze:
-    """`optimizer` without the leaves where `mask` is True: their gradient is zero and they do not decay, as `optax.freeze`.
+    """`optimizer` without the leaves where `mask` is True: they neither move nor decay, whatever `state` a run begins with.
 
+    Their gradient is zero to the accumulators, as with `optax.freeze`.
     mask: bool, or a pytree prefix of the parameters with bools. For single weights, take a learning rate of 0 there.
     """
     leaves, tree = jax.tree.flatten(mask)
