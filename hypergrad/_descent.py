@@ -5,6 +5,7 @@ Invariant: a `Descent` made of the same arguments has the same `fingerprint`, in
 
 import hashlib
 import re
+import weakref
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -38,7 +39,8 @@ class Descent:
 
     def __init__(self, meta_optimizer: optax.GradientTransformation, evaluation: Evaluation) -> None:
         self.meta_optimizer, self.evaluation = optax.with_extra_args_support(meta_optimizer), evaluation
-        self.update = eqx.filter_jit(lambda capacity, *arguments: self._update(*arguments))
+        self_ = weakref.ref(self)  # no cycle: the number of a ledger that is let go can be given again
+        self.update = eqx.filter_jit(lambda capacity, *arguments: self_()._update(*arguments))  # type: ignore[union-attr]
 
     def start(self, learned: Any) -> Point:
         return Point(learned, self.meta_optimizer.init(learned))

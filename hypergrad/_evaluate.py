@@ -16,8 +16,8 @@ import numpy as np
 import optax
 from jax import Array
 
+from hypergrad import _programs as programs
 from hypergrad._door import calling, check_signature
-from hypergrad._programs import compiler_options
 from hypergrad._report import Ledger, listen
 from hypergrad.errors import BUFFER_FULL, HypergradError, NonFiniteError
 from hypergrad.hypers import hyper_path, natural
@@ -37,6 +37,8 @@ class Evaluated(NamedTuple):
 
 class Evaluation:
     """f(h) = mean over seeds of val_fn(train_fn(natural(h), key)): compiled once, and again when a buffer must grow.
+
+    Another evaluation that traces to the same program finds it compiled.
 
     Seeds are vmapped in equal groups, two for each core of a CPU, which run side by side: XLA keeps but part of a batched
     program on more than one core. Elsewhere there is one group.
@@ -77,10 +79,10 @@ class Evaluation:
         leaves, tree = jax.tree.flatten(arguments)
         like = tree, tuple(jax.typeof(x) if eqx.is_array(x) else x for x in leaves)
         if like not in self.programs:
+            arrays, static = eqx.partition(arguments, eqx.is_array)
             # A new function each time: jit would find the trace of a bound method again, made for smaller buffers.
-            jit: Any = eqx.filter_jit  # its type does not say that it passes options on
-            program = jit(lambda *a: self._group(*a), compiler_options=compiler_options())
-            self.programs[like] = program.lower(*arguments).compile()
+            run = programs.ahead(jax.jit(lambda arrays: self._group(*eqx.combine(arrays, static))), arrays)
+            self.programs[like] = lambda *arguments: run(eqx.filter(arguments, eqx.is_array))
         return self.programs[like]
 
     def _group(self, learned: Any, fixed: Any, keys: Array) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 
-KEPT = 64  # programs; the least recently used goes first
+KEPT = 128  # programs; the least recently used goes first
 
 
 class Traced(NamedTuple):
@@ -32,6 +32,14 @@ class Traced(NamedTuple):
     def __call__(self, constants: list[Any], leaves: list[Any]) -> list[Any]:
         """What it returns, flat: of its own constants, or of those of a function with the same key."""
         return jax.core.eval_jaxpr(self.jaxpr, constants, *leaves)
+
+    def alone(self) -> "Traced":
+        """The program without the arrays of the function that it was traced from, to be kept."""
+        return self._replace(constants=[])
+
+    def whole(self, leaves: list[Any]) -> Any:
+        """The tree of what it returns."""
+        return jax.tree.unflatten(jax.tree.structure(self.out), leaves)
 
 
 class Key:
@@ -65,23 +73,36 @@ def trace(jitted: Any, *args: Any) -> Traced:
     return Traced(closed.jaxpr, *_TRACED[closed], traced.out_info)
 
 
-def program(key: Hashable, make: Callable[[], Callable[..., Any]], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
-    """The compiled `make()` of the first call with this key."""
+def kept(key: Hashable, make: Callable[[], Any]) -> Any:
+    """What `make` made at the first call with this key."""
     with _LOCK:
         if key not in _PROGRAMS:
-            _PROGRAMS[key] = jax.jit(make(), donate_argnums=donate, compiler_options=compiler_options())
+            _PROGRAMS[key] = make()
             while len(_PROGRAMS) > KEPT:
                 _PROGRAMS.popitem(last=False)
         _PROGRAMS.move_to_end(key)
         return _PROGRAMS[key]
 
 
+def compiled(function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Any:
+    """`jax.jit` of an outermost function."""
+    return jax.jit(function, donate_argnums=donate, compiler_options=compiler_options())
+
+
 def call(jitted: Any, statics: tuple[Any, ...], *args: Any) -> Any:
     """jitted(*statics, *args), compiled once for all functions that trace to the same program."""
     traced = trace(jitted, *statics, *args)
-    run = program(traced.key, lambda: traced.__call__)
-    leaves = run(traced.constants, jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(traced.out), leaves)
+    run = kept(traced.key, lambda: compiled(traced.alone().__call__))
+    return traced.whole(run(traced.constants, jax.tree.leaves(args)))
+
+
+def ahead(jitted: Any, *args: Any) -> Callable[..., Any]:
+    """jitted, compiled now for arguments like these: what it returns depends on no setting of the thread that calls it."""
+    traced, leaves = trace(jitted, *args), jax.tree.leaves(args)
+    places = tuple(getattr(x, "sharding", None) for x in leaves)
+    compile_ = lambda: compiled(traced.alone().__call__).lower(traced.constants, leaves).compile()  # noqa: E731
+    run = kept((traced.key, places), compile_)
+    return lambda *args: traced.whole(run(traced.constants, jax.tree.leaves(args)))
 
 
 # Measured in docs/performance.md: fewer copies of what a loop carries, and all lanes of the processor.
@@ -119,8 +140,18 @@ def _inner(value: Any) -> Iterator[Jaxpr]:
             yield from _inner(x)
 
 
-# Of custom derivatives only the function itself is left to run; names are for people.
-_NO_PART = {"name", "jvp", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "num_consts_in_bwd", "debug_info"}
+# Of custom derivatives and batching rules only the function itself is left to run; names are for people.
+_NO_PART = {
+    "name",
+    "rule",
+    "jvp",
+    "jvp_jaxpr_fun",
+    "jvp_jaxpr_thunk",
+    "fwd_jaxpr_thunk",
+    "bwd",
+    "num_consts_in_bwd",
+    "debug_info",
+}
 
 
 def key_of(jaxpr: Jaxpr) -> Key:

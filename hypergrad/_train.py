@@ -106,6 +106,7 @@ def set_up(
         not optimizer.linear or bool(adjoint.isolate),
         transforms(optimizer),
     )
+    h = prepared(optimizer, params, steps)
     words = tuple(_words_known(optimizer, link, params, steps) for link in optimizer.chain)
     x64 = jnp.result_type(float) == jnp.float64
     labels = _labels(rule, len(optimizer.layers) - 1, params, theta, batches)
@@ -124,7 +125,7 @@ def set_up(
         progress=adjoint.progress,
         shelved=adjoint.buffer == "host",
     )
-    return problem, Inputs(values, prepared(optimizer, params, steps), theta_leaves, frozen), tree
+    return problem, Inputs(values, h, theta_leaves, frozen), tree
 
 
 def _driver(adjoint: Any, evaluation: Any, source: Any) -> str:
@@ -207,11 +208,16 @@ def _paths(name: str, tree: Any) -> list[tuple[str, Any]]:
 
 def _words_known(optimizer: Optimizer, link: Link, params: Any, steps: int) -> int | None:
     """Buffer words per parameter where a decay is a concrete field, even if all else is traced."""
-    values = getattr(optimizer.layers[-1], link.decay, None) if link.decay else None
+    rule, decay = optimizer.layers[-1], str(link.decay)
+    values = getattr(rule, decay, None)
     if values is None or not concrete(values):
         return None
     shapes = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
+
+    def numerators(values: Any) -> list[Array]:
+        rows = expand(eqx.tree_at(lambda rule: getattr(rule, decay), rule, values), shapes, steps, only=(decay,))
+        return [link_numerators(link, h, steps) for h in rows]
+
     with jax.ensure_compile_time_eval(), jax.enable_x64(True):
-        rows = expand(optimizer, shapes, steps, only=(link.decay,))  # type: ignore[arg-type]
-        numerators = {np.asarray(link_numerators(link, h, steps)).tobytes() for h in rows}
-    return max(words_needed(np.frombuffer(n, np.int64), link.denominator) for n in numerators)
+        distinct = {np.asarray(n).tobytes() for n in programs.call(jax.jit(numerators), (), values)}
+    return max(words_needed(np.frombuffer(n, np.int64), link.denominator) for n in distinct)

@@ -68,14 +68,17 @@ def test_a_program_is_called_with_the_arrays_of_its_own_function():
     assert values[0][0] != values[1][0]
 
 
-@pytest.mark.parametrize("driver", ["scan", "host"])
-def test_a_fresh_loss_with_the_old_program_does_not_compile(driver, monkeypatch):
-    made = []
-    program = programs.program
-    monkeypatch.setattr(
-        programs, "program", lambda key, make, donate=(): program(key, lambda: made.append(key) or make(), donate)
-    )
+@pytest.fixture
+def made(monkeypatch):
+    """The keys of all programs made inside."""
+    keys = []
+    kept = programs.kept
+    monkeypatch.setattr(programs, "kept", lambda key, make: kept(key, lambda: keys.append(key) or make()))
+    return keys
 
+
+@pytest.mark.parametrize("driver", ["scan", "host"])
+def test_a_fresh_loss_with_the_old_program_does_not_compile(driver, made):
     def gradient(factor):
         fresh = lambda params, theta, batch: factor * loss(params, theta, batch)  # noqa: E731
         return jax.grad(lambda p: final(loss=fresh, params=p, adjoint=hg.Reversible(driver=driver)))(PARAMS)["w"]
@@ -85,6 +88,23 @@ def test_a_fresh_loss_with_the_old_program_does_not_compile(driver, monkeypatch)
     assert_equal(gradient(1.5), first)
     assert not made
     assert (gradient(1.25) != first).all() and len(made) == 2
+
+
+def test_a_fresh_train_fn_with_the_old_program_does_not_compile(made):
+    def learned(factor):
+        train_fn = lambda h, key: train(lambda p, _, b: factor * loss(p, _, b), optimizer=hg.SGD(h, 0.9)).params["w"]  # noqa: E731
+        return hg.optimize(train_fn, jnp.sum, hg.positive(0.1), meta_steps=2).history[-1].value
+
+    first = learned(1.5)
+    made.clear()
+    assert learned(1.5) == first and not made
+    assert learned(1.25) != first and made
+
+
+def test_too_few_words_on_the_host():
+    adjoint = hg.Reversible(driver="host", capacity=1)
+    with fails(hg.BufferFullError, "hg.Reversible(capacity="):
+        jax.grad(lambda p: final(params=p, optimizer=hg.SGD(0.1, 0.01), steps=20, adjoint=adjoint))(PARAMS)
 
 
 def test_what_the_user_holds_survives_the_loop():
@@ -201,6 +221,16 @@ def test_the_checksum_sees_one_bit():
     rows[2, 1] = np.nextafter(rows[2, 1], 1, dtype=np.float32)
     with fails(hg.ReversalError, "another batch for step 2"):
         pull(jnp.ones_like(value))
+
+
+def test_arrays_of_a_loss_are_let_go():
+    data = jnp.ones(2)
+    alive = weakref.ref(data)
+    jax.grad(lambda p, data=data: final(loss=lambda p, _, b: loss(p, _, b + data), params=p))(PARAMS)
+    del data
+    jax.clear_caches()
+    gc.collect()
+    assert alive() is None
 
 
 def test_what_was_traced_is_let_go():

@@ -292,10 +292,10 @@ def _capacities(problem: Problem, h: Any, capacity: int | None) -> dict[str, int
             result[link.name] = shelf.CAPACITY
         elif link.decay and capacity is not None:
             result[link.name] = own * capacity
-        elif link.decay and concrete(h):
-            result[link.name] = max(_exact_words(problem, link, hj) for hj in h)
+        elif link.decay and known is not None:
+            result[link.name] = known
         elif link.decay:
-            result[link.name] = guess(link) if known is None else known
+            result[link.name] = max(_exact_words(problem, link, hj) for hj in h) if concrete(h) else guess(link)
     return result
 
 

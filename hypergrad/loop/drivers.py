@@ -77,10 +77,9 @@ def host(
     rows = tuple((y.shape, y.dtype) for y in jax.tree.leaves(traced.out)[len(leaves) :])
     moving = _begin(steps - 1 if reverse else 0, steps, rows, leaves)
     fixed, fed = jax.tree.leaves(consts), []
-    fixed = fixed[: len(fixed) - between.fed]
-    step = programs.program(
-        (traced.key, len(leaves), reverse), lambda: functools.partial(_step, traced, reverse), donate=(2,)
-    )
+    del fixed[len(fixed) - between.fed :]
+    make = lambda: programs.compiled(functools.partial(_step, traced.alone(), reverse), donate=(2,))  # noqa: E731
+    step = programs.kept((traced.key, len(leaves), reverse), make)
     for t in _watched(between, steps, reverse, lambda: moving[0]):  # noqa: B023 (whatever it is by then)
         if t in between.pause.steps:
             carry = between.pause.action(t, jax.tree.unflatten(tree, moving[1]))

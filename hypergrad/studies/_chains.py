@@ -57,7 +57,8 @@ def rebuilt(trials: list[FrozenTrial]) -> list[Chain]:
 
 def before(trials: list[FrozenTrial], number: int, link: _marks.Link) -> Chain:
     """The chain that trial `number` goes on with at `link`, and the attempts at its step before it."""
-    chain = _followed(_places(trials), link.chain, link.step)
+    own = [trial for trial in trials if trial.number == link.chain or _marks.chain_number(trial) == link.chain]
+    chain = _followed(_places(own), link.chain, link.step)
     return chain._replace(attempts=[trial for trial in chain.attempts if trial.number < number])
 
 

@@ -50,6 +50,12 @@ def read_link(trial: Any, attributes: Mapping[str, Any] | None = None) -> Link |
     return Link(mark["chain"], mark["step"], mark["parent"]) if mark and mark["trial"] == trial.number else None
 
 
+def chain_number(trial: Any) -> int | None:
+    """Of the link, without reading the rest of it."""
+    mark = _read(trial.system_attrs, LINK)
+    return None if mark is None else mark["chain"]
+
+
 def copied_link(trial: Any) -> Link | None:
     """The link that a retried trial has taken over from the one that it repeats."""
     mark = _read(trial.system_attrs, LINK)
