@@ -22,6 +22,7 @@ from experiments.benchmarks import (
     performance,
     report,
     roads,
+    scaling,
     starting,
     workloads,
 )
@@ -182,6 +183,14 @@ def test_curves_are_drawn(tmp_path):
     pictures = performance._plots.save(tmp_path, _performance_plots.curves(json.loads(json.dumps(numbers))))
     assert [p.path.name for p in pictures] == ["memory.png", "time.png"]
     assert all(p.path.stat().st_size > 10_000 for p in pictures)
+
+
+def test_curves_hold_every_road_at_every_length(monkeypatch):
+    monkeypatch.setattr(roads, "roads_for", lambda loops: [PLAIN, UNROLL, roads.ROADS[1]])
+    monkeypatch.setattr(scaling, "network", lambda steps: TINY._replace(steps=steps))
+    found = scaling.scale((1, 3), 1)
+    assert set(found) == {PLAIN.name, UNROLL.name}  # not the one with options of its own
+    assert found["unroll"]["steps"] == [2, 8] and found["unroll"]["bytes"][1] > found["unroll"]["bytes"][0]
 
 
 def test_a_gpu_script_certifies_and_agrees():

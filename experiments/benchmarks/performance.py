@@ -99,13 +99,13 @@ def start(config: Config) -> Numbers:
         print(name, {road: round(statistics.median(s), 2) for road, s in seconds[name].items()}, flush=True)
     imports = starting.importing(rounds)
     print(f"import: {starting.beyond(imports):.2f} s beyond the dependencies")
-    return {"compiling": seconds, "imports": imports}
+    return {"rounds": rounds, "compiling": seconds, "imports": imports}
 
 
 def curves(config: Config) -> Numbers:
     powers, rounds = ((2, 4), 1) if config.tiny else (config.powers, 3)
     found = scaling.scale(powers, rounds)
-    return {"sizes": scaling.SIZES, "batch": scaling.BATCH, "curves": found}
+    return {"rounds": rounds, "sizes": scaling.SIZES, "batch": scaling.BATCH, "curves": found}
 
 
 def python_integers(config: Config) -> Numbers:

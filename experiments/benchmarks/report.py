@@ -161,10 +161,10 @@ def table(header: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> str:
 
 
 def provenance(record: Record) -> str:
-    versions, machine = record["versions"], record["numbers"]["machine"]
-    config = record["config"]
+    versions, numbers = record["versions"], record["numbers"]
+    machine, rounds = numbers["machine"], numbers.get("rounds", record["config"]["rounds"])
     return (
-        f"`python -m experiments.benchmarks.performance --parts {record['experiment']}`, {config['rounds']} rounds: "
+        f"`python -m experiments.benchmarks.performance --parts {record['experiment']}`, {rounds} rounds: "
         f"{machine['processor']}, {record['cores']} cores, Python {versions['python']}, jax {versions['jax']}, jaxlib "
         f"{versions['jaxlib']}, equinox {machine['equinox']}."
     )

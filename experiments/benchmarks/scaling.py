@@ -29,10 +29,11 @@ def scale(powers: Sequence[int], rounds: int) -> dict[str, Any]:
     predicted_time: in gradient evaluations over the run.
     """
     found: dict[str, Any] = {}
+    chosen = [road for road in roads.roads_for(False) if not road.loop and road.options() is None]
     for power in powers:
         task = network(2**power)
         sizes = laws.sizes(task)
-        for row in measure(task, [road for road in roads.roads_for(False) if not road.loop], Limits(rounds)):
+        for row in measure(task, chosen, Limits(rounds, seconds=1e3, bytes=1e10)):
             law = laws.LAWS[row.name]
             values = {
                 "steps": task.steps,

@@ -8,7 +8,6 @@ learning rate of a (1 - m) it is the same.
 """
 
 import json
-import resource
 import sys
 import time
 
@@ -39,6 +38,7 @@ def main(method, file):
         return loss(params, x[-held_out:], y[-held_out:])
 
     run = {"plain": plain, "higher": with_higher, "torchopt": with_torchopt}[method]
+    run(params, loss, batch, validation, torch.full((1,), 0.1), momentum, 1)  # loads what torch loads late
     before = peak()
     for line in sys.stdin:
         rates = torch.tensor(json.loads(line))
@@ -97,8 +97,9 @@ def with_torchopt(params, loss, batch, validation, rates, momentum, steps):
 
 
 def peak():
-    """Bytes that this process has had resident at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Bytes that this process has had resident at most; `getrusage` would begin with those of its parent."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024
 
 
 if __name__ == "__main__":
