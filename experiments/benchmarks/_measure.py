@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import functools
 import gc
 import math
 import statistics
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from experiments.benchmarks import laws
-from experiments.benchmarks.roads import Road
+from experiments.benchmarks.roads import SAME, Road
 from experiments.benchmarks.workloads import Task
 
 
@@ -104,7 +105,7 @@ def _prepared(
 ) -> tuple[Measured, Callable[[], Array]]:
     """unit: seconds of plain training, 0 if not known yet."""
     row = Measured(road.name, road.kind, task.steps)
-    if law := laws.LAWS.get(road.name):
+    if law := laws.LAWS.get(road.name.removesuffix(SAME)):
         row.predicted_time, row.predicted_bytes = law.time(sizes, task.steps), law.bytes(sizes, task.steps)
     excess = unit * (row.predicted_time or 1.0) / limits.seconds
     begin = time.perf_counter()
@@ -127,17 +128,18 @@ def _build(road: Road, task: Task) -> tuple[Callable[[], Array], Any]:
     if road.loop:
         function, rates = road.function(task), task.rates
         return lambda: jax.block_until_ready(function(rates)), None
-    program, arguments = lowered(road.function, task)
-    compiled = program.compile(road.options())
+    program, arguments = lowered(road, task)
+    compiled = program.compile()
     return lambda: jax.block_until_ready(compiled(*arguments)), compiled.memory_analysis().temp_size_in_bytes
 
 
-def lowered(function: Callable[[Task, Array], Array], task: Task) -> tuple[Any, tuple[Any, ...]]:
+def lowered(road: Road, task: Task) -> tuple[Any, tuple[Any, ...]]:
     """(a program to be compiled, its arguments). The parameters are constants in it, unless there are very many."""
+    jit = functools.partial(jax.jit, compiler_options=road.options())
     if task.parameters < 10**7:
-        return jax.jit(lambda rates: function(task, rates)).lower(task.rates), (task.rates,)
+        return jit(lambda rates: road.function(task, rates)).lower(task.rates), (task.rates,)
     arguments = (task.params, task.rates)
-    return jax.jit(lambda params, rates: function(task._replace(params=params), rates)).lower(*arguments), arguments
+    return jit(lambda params, rates: road.function(task._replace(params=params), rates)).lower(*arguments), arguments
 
 
 def _timed(run: Callable[[], Array]) -> tuple[float, Array]:

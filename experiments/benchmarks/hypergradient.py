@@ -37,7 +37,7 @@ def main() -> None:
         task = task._replace(learning_rate=1e-3)
     if arguments.steps:
         task = task._replace(steps=arguments.steps)
-    chosen = roads.roads_for(workload.loops)
+    chosen = roads.roads_for(workload.loops, workload.options)
     if arguments.only:
         chosen = [road for road in roads.ROADS if road.kind == "plain" or road.name in arguments.only]
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {workload.title}, {arguments.optimizer}, {task.steps}")

@@ -120,7 +120,6 @@ _REVERSIBLE = Law(lambda t: 2 * t, lambda t: 0, lambda t: 1, "tangent", integers
 
 LAWS = {
     "plain training, scan": _PLAIN,
-    "plain training, scan, the same options": _PLAIN,
     "plain training, loop": _PLAIN,
     "exact training, scan": _EXACT,
     "exact training, as hg.optimize compiles": _EXACT,

@@ -39,6 +39,7 @@ class Config:
     seconds: float = 15.0  # of one run: longer ones take fewer steps, and opponents that are slow take part in fewer rounds
     bytes: float = 3e9  # the same for memory
     powers: tuple[int, ...] = (4, 6, 8, 10, 12)  # of two: the numbers of steps of the curves
+    options: bool = False  # opponents compiled with our options too, in all parts; else in those of the dense networks
     torch_python: pathlib.Path | None = None
     tiny: bool = False
     out: pathlib.Path = pathlib.Path("results/performance")
@@ -57,7 +58,7 @@ def workload(name: str, config: Config) -> Numbers:
     task = spec.tiny() if config.tiny else spec.task()
     external = torch_roads.roads(config.torch_python) if name in torch_roads.WORKLOADS and config.torch_python else []
     try:
-        rows = measure(task, [*roads_for(spec.loops), *external], config.limits, show=_say)
+        rows = measure(task, [*roads_for(spec.loops, spec.options or config.options), *external], config.limits, show=_say)
     finally:
         for road in external:
             road.function.close()

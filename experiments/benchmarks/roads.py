@@ -46,6 +46,9 @@ def host_reversible(task: Task, adjoint: Any = hg.Reversible(driver="host")) -> 
     return jax.grad(lambda a: validation(trained(task, a, adjoint, loss)))
 
 
+SAME = ", the same options"  # those of `hg.compiler_options`
+
+
 class Road(NamedTuple):
     name: str
     function: Callable[..., Any]
@@ -57,7 +60,7 @@ class Road(NamedTuple):
 
 ROADS = (
     Road("plain training, scan", opponents.plain, "plain"),
-    Road("plain training, scan, the same options", opponents.plain, "plain", options=hg.compiler_options),
+    Road(f"plain training, scan{SAME}", opponents.plain, "plain", options=hg.compiler_options),
     Road("plain training, loop", python_loops.plain, "plain", loop=True),
     Road("exact training, scan", exact_forward, "exact"),
     Road("exact training, as hg.optimize compiles", exact_forward, "exact", options=hg.compiler_options),
@@ -77,6 +80,9 @@ ROADS = (
 )
 
 
-def roads_for(loops: bool) -> list[Road]:
-    """loops: opponents as Python loops too."""
-    return [road for road in ROADS if loops or not (road.loop and road.kind == "opponent")]
+def roads_for(loops: bool, options: bool = False) -> list[Road]:
+    """loops: opponents as Python loops too. options: opponents once more, compiled with the options that ours get."""
+    chosen = [road for road in ROADS if loops or not (road.loop and road.kind == "opponent")]
+    compiled = [road for road in chosen if road.kind == "opponent" and not road.loop]
+    same = [road._replace(name=f"{road.name}{SAME}", options=hg.compiler_options) for road in compiled]
+    return chosen + (same if options else [])

@@ -163,6 +163,7 @@ class Workload(NamedTuple):
     title: str
     task: Callable[[], Task]
     tiny: Callable[[], Task]  # the same in miniature, for the tests
+    options: bool = False  # whether opponents are compiled with the options of ours, too
     loops: bool = False  # whether opponents are run from Python too: XLA:CPU has one core for a convolution inside a scan
 
 
@@ -171,11 +172,13 @@ WORKLOADS = {
         "MLP 784-64-64-10, batch 100, T = 1024",
         functools.partial(mlp_task, 1024),
         functools.partial(mlp_task, 16, (12, 5, 3), 4, 20),
+        options=True,
     ),
     "wide_mlp": Workload(
         "MLP 784-256-256-10, batch 500, T = 256",
         functools.partial(mlp_task, 256, (784, 256, 256, 10), 500),
         functools.partial(mlp_task, 12, (9, 7, 3), 4, 20),
+        options=True,
     ),
     "conv": Workload(
         "two 3x3 convolutions on 28x28, batch 128, T = 200",
