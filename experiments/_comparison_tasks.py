@@ -20,7 +20,9 @@ from experiments import _data, _models, learning_rate_schedules, optuna_quicksta
 Bounds = tuple[float, float, bool]  # low, high, logarithmic
 
 
-_jit = functools.partial(jax.jit, compiler_options=hg.compiler_options())  # as `hg.optimize` compiles
+def _jit(function: Any) -> Any:
+    """As `hg.optimize` compiles. Asked for here: it starts JAX, whose threads inherit the core of a worker."""
+    return jax.jit(function, compiler_options=hg.compiler_options())
 
 
 class Task:

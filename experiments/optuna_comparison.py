@@ -149,6 +149,7 @@ def main(config: Config) -> dict[str, Any]:
     storage = opened(config)
     left = [job for job in jobs(config) if name_of(job) not in finished(storage)]
     if config.worker is not None:
+        _keep_to_one_core(config.worker)
         mine = [job for i, job in enumerate(jobs(config)) if (job[2] + i) % config.workers == config.worker]
         work(config, [job for job in mine if job in left], storage)
         return {}
@@ -163,14 +164,17 @@ def main(config: Config) -> dict[str, Any]:
     return _optuna_report.write(opened(config), config.out, config.docs)
 
 
+def _keep_to_one_core(worker: int) -> None:
+    """Before JAX starts its threads: they inherit it."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[worker % len(cores)]})
+
+
 def _side_by_side(config: Config) -> None:
-    """Workers, each on a core of its own. What they have stored stays, whatever happens to them."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    workers = []
-    for i in range(config.workers):
-        command = [sys.executable, "-m", __spec__.name, *sys.argv[1:], "--workers", str(config.workers), "--worker", str(i)]
-        alone = (lambda i=i: os.sched_setaffinity(0, {cores[i % len(cores)]})) if cores else None
-        workers.append(subprocess.Popen(command, preexec_fn=alone))
+    """What the workers have stored stays, whatever happens to them."""
+    command = [sys.executable, "-m", __spec__.name, *sys.argv[1:], "--workers", str(config.workers), "--worker"]
+    workers = [subprocess.Popen([*command, str(i)]) for i in range(config.workers)]
     codes = [worker.wait() for worker in workers]
     if any(codes):
         raise SystemExit(f"a worker ended with {max(codes, key=abs)}; start again, and what is done stays done")
