@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from hypergrad import _programs as programs
 from hypergrad._report import current_ledger, mask, probing, surface, trace
 from hypergrad.adjoints.backward import Cotangents, Reversed, reverse
+from hypergrad.adjoints.traced import batched_apart, once
 from hypergrad.errors import OK, REVERSAL, Status
 from hypergrad.exact import PUBLIC_WORD_BITS, WORD_BITS, words_needed
 from hypergrad.loop import shelf
@@ -138,62 +139,6 @@ def _run_bwd(problem: Problem, capacity: int | None, residuals: Residuals, ct: O
 _run.defvjp(_run_fwd, _run_bwd, symbolic_zeros=True)
 
 
-def _once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Integers have no tangents: a derivative through the passes themselves would silently be zero. Raise instead."""
-
-    @functools.wraps(function)
-    def wrapped(problem: Problem, static: Any, *args: Any) -> Any:
-        run = jax.custom_jvp(lambda *a: function(problem, static, *a))
-
-        @run.defjvp
-        def refuse(primals: Any, tangents: Any) -> Any:
-            raise TypeError(
-                "hg.Reversible has first derivatives only; this differentiates it a second time (or forwards, by jvp). "
-                "Pass adjoint=hg.Unrolled() to hg.train for the runs that are differentiated twice."
-            )
-
-        return run(*args)
-
-    return wrapped
-
-
-def _batched_apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A pass that isolates its gradients when it is batched, by whatever nest of jit and vmap.
-
-    Batched matrix products are fused with their surroundings more freely: from 8 seeds on, the gradient inside the jvp had
-    other bits than in the forward pass, on a network that reverses exactly one seed at a time.
-    """
-
-    @functools.wraps(function)
-    def wrapped(problem: Problem, static: Any, *args: Any) -> Any:
-        run = jax.custom_batching.custom_vmap(lambda *a: function(problem, static, *a))
-
-        @run.def_vmap
-        def batched(size: int, axes: Any, *a: Any) -> Any:
-            a, axes = _all_values(size, axes, a) if function is _jitted_forward else (a, axes)
-            axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, axes)
-            with jax.enable_x64(True):  # the rule may be called long after the context of the call is gone
-                apart = lambda *a: function(problem.isolated(), static, *a)  # noqa: E731
-                out = jax.vmap(apart, in_axes=axes, axis_size=size)(*a)
-            return out, jax.tree.map(lambda _: True, out)
-
-        return run(*args)
-
-    return wrapped
-
-
-def _all_values(size: int, axes: Any, arguments: Any) -> Any:
-    """The forward pass's arguments and their flags, with all initial values batched, as all values are on the way back.
-
-    What is batched may leave the parameters alone (the decay of a statistic does): their gradients would be computed once on
-    the way there and in a batch on the way back.
-    """
-    (inputs,), (batched,) = arguments, axes
-    each = lambda x, is_batched: x if is_batched else jnp.broadcast_to(x, (size, *x.shape))  # noqa: E731
-    values, flags = jax.tree.map(each, inputs.values, batched.values), jax.tree.map(lambda _: True, batched.values)
-    return (inputs._replace(values=values),), (batched._replace(values=flags),)
-
-
 def settled_driver(problem: Problem, *arrays: Any) -> Problem:
     """The problem with its driver decided, by whether these are known and nobody is tracing."""
     known = _known(arrays)
@@ -217,7 +162,7 @@ def _forward(problem: Problem, capacity: dict[str, int] | None, inputs: Inputs) 
     with jax.enable_x64(True):
         key = None if capacity is None else tuple(sorted(capacity.items()))
         if not _known(inputs):
-            return _once(_batched_apart(_jitted_forward))(problem, key, inputs)
+            return once(batched_apart(_jitted_forward, forward=True))(problem, key, inputs)
         if problem.driver == "scan":
             return programs.call(_jitted_forward, (problem, key), inputs)
         return _forward_pass(problem, key, inputs)
@@ -259,7 +204,7 @@ def _backward(problem: Problem, inputs: Inputs, end: Exact, dvalues: Any, dlosse
     problem = settled_driver(problem, arguments)
     with jax.enable_x64(True):
         if not _known(arguments):
-            return _once(_batched_apart(_jitted_backward))(problem, wanted, *arguments)
+            return once(batched_apart(_jitted_backward, forward=False))(problem, wanted, *arguments)
         if problem.driver == "scan":
             return programs.call(_jitted_backward, (problem, wanted), *arguments)
         return _backward_pass(problem, wanted, *arguments)
