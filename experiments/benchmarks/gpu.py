@@ -41,7 +41,7 @@ FLAGS = {
 
 # Bytes that a step must move per parameter, were each array read and written once: the integers of w and v and the head,
 # each way; a gradient; the word that leaves the head. On the way back, the two cotangents and the product besides.
-FORWARD_BYTES = 2 * 3 * 8 + 4 + 4
+FORWARD_BYTES = 2 * (8 + 8 + 4) + 4 + 2
 BACKWARD_BYTES = FORWARD_BYTES + 2 * 2 * 4 + 4
 
 
