@@ -149,6 +149,7 @@ def test_optuna_draws_the_study(finished, plot):
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         axes = np.ravel(getattr(optuna.visualization.matplotlib, plot)(study))
     axes[0].figure.canvas.draw()
+    assert any(ax.has_data() for ax in axes)
     plt.close(axes[0].figure)
 
 
