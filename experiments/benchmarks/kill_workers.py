@@ -31,7 +31,7 @@ class Config:
     trials: int = 60  # complete ones
     kills: int = 20
     seed: int = 0
-    work: float = 0.03  # seconds that a trial takes
+    work: float = 2.0  # seconds that a trial takes, so that an idle machine too is at work when it is killed
     child: pathlib.Path | None = None  # the folder that a worker works in: what this script starts
     name: str = ""
 
