@@ -36,12 +36,7 @@ PLAIN = Road("plain training, scan", opponents.plain, "plain")
 UNROLL = Road("unroll", opponents.unrolled, "opponent")
 
 
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    """Miniatures take their time to compile, not to run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def test_long_reversal_is_exact_in_short():

@@ -75,14 +75,6 @@ def test_adam_beside_optax_in_short():
     assert beside.loss <= 1e-4 and beside.update <= 1e-4 and beside.small <= 2
 
 
-@pytest.fixture
-def quick_compilation():
-    """Miniatures take their time to compile, not to run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     "experiment", [toy_valley, learning_rate_schedules, schedule_gradient, chaos, memory], ids=lambda m: m.__name__[12:]

@@ -1,6 +1,5 @@
 """The comparison with Optuna's samplers and the hybrid search in miniature: they run, resume, report from the storage."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optuna
@@ -8,14 +7,6 @@ import pytest
 
 from experiments import _comparison_methods, _comparison_tasks, _optuna_report, hybrid_search, optuna_comparison
 from experiments._comparison_methods import Budget, Evaluation
-
-
-@pytest.fixture
-def quick_compilation():
-    """Miniatures take their time to compile, not to run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 class Bowl(_comparison_tasks.Four):

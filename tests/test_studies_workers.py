@@ -8,7 +8,6 @@ import json
 import random
 import warnings
 
-import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import optuna
@@ -155,14 +154,6 @@ def test_optuna_draws_the_study(finished, plot):
 
 def test_a_chain_step_of_many_parameters_is_one_chain():
     sampler_overhead.main(sampler_overhead.Config(parameters=21, trials=4))  # asserts that each step follows the last
-
-
-@pytest.fixture
-def quick_compilation():
-    """A miniature takes its time to compile, not to run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.usefixtures("quick_compilation")
