@@ -1,64 +1,74 @@
-"""Pictures of learned AdamW schedules."""
+"""The pictures of `adam_schedules`: the schedules, and how those that are learned compare."""
 
-import pathlib
 from typing import Any
 
-import matplotlib
+import numpy as np
+
+from experiments import _plots
+from experiments._plots import COLOURS, DASHES, GREY
 
 
-matplotlib.use("Agg")  # before pyplot: no display is needed
-
-import matplotlib.pyplot as plt  # noqa: E402
-
-
-COLOURS = {
-    "AdamW, best constant": "#999999",
-    "AdamW, cosine with warm-up": "#E69F00",
-    "SGD, learned": "#009E73",
-    "AdamW, learned": "#0072B2",
+STYLES = {
+    "AdamW, best constant": {"color": GREY, "linestyle": DASHES[3]},
+    "AdamW, cosine with warm-up": {"color": COLOURS[4], "linestyle": DASHES[1]},
+    "AdamW, learned": {"color": COLOURS[0], "linestyle": DASHES[0]},
+    "SGD, best constant": {"color": COLOURS[3], "linestyle": DASHES[3]},
+    "SGD, learned": {"color": COLOURS[2], "linestyle": DASHES[2]},
 }
-LABELS = {"learning_rate": "learning rate", "b1": "1 - b1", "b2": "1 - b2", "weight_decay": "weight decay"}
+WINDOW = 9  # meta-steps of the running mean: each has an initialization and batches of its own
 
 
-def draw(folder: pathlib.Path, methods: dict[str, Any]) -> list[pathlib.Path]:
-    """Write adamw_schedules.png and comparison.png; returns their paths."""
-    paths = []
-    for name, figure in {"adamw_schedules": _schedules(methods), "comparison": _comparison(methods)}.items():
-        paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1], dpi=120)
-        plt.close(figure)
-    return paths
+def figures(methods: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "schedules": (_schedules(methods), "Schedules of AdamW; thin: learned, each seed; others: means over seeds"),
+        "comparison": (_comparison(methods), "Means over seeds, along training and meta-learning, and what was found"),
+    }
+
+
+def shown(field: str, values: Any) -> tuple[Any, str]:
+    """(values, label): decays near 1 by what they leave."""
+    return (1 - values, f"1 - {field}") if field in ("b1", "b2") else (values, field.replace("_", " "))
 
 
 def _schedules(methods: dict[str, Any]) -> Any:
-    figure, grid = plt.subplots(2, 2, figsize=(10, 6.5), layout="constrained", sharex=True)
-    for axes, (field, label) in zip(grid.flat, LABELS.items(), strict=True):
+    figure, grid = _plots.panels(2, 2, size=(4.8, 3.2))
+    for ax, field in zip(grid, ("learning_rate", "b1", "b2", "weight_decay"), strict=True):
         for method in ("AdamW, best constant", "AdamW, cosine with warm-up", "AdamW, learned"):
-            values = methods[method]["hypers"][field].values
-            values = 1 - values if label.startswith("1 - ") else values
-            style = "--" if method == "AdamW, cosine with warm-up" else "-"
-            lines = axes.plot(values.T, color=COLOURS[method], linewidth=1.2, linestyle=style)
-            lines[0].set_label(method)
-        axes.set(yscale="log", ylabel=label)
-    for axes in grid[1]:
-        axes.set_xlabel("training step")
-    grid[0, 0].legend(frameon=False)
-    figure.suptitle("schedules of AdamW, one line per seed")
+            values, label = shown(field, methods[method]["hypers"][field].values)
+            steps, style = np.arange(1, values.shape[1] + 1), STYLES[method]
+            if method == "AdamW, learned":
+                ax.plot(steps, values.T, color=style["color"], linewidth=0.6, alpha=0.5)
+            ax.plot(steps, np.exp(np.log(values).mean(axis=0)), label=method, **style)
+        ax.set(yscale="log", ylabel=label, xlabel="training step")
+        _plots.plain_log(ax.yaxis)
+    grid[0].legend(fontsize=8, loc="lower left")
     return figure
 
 
 def _comparison(methods: dict[str, Any]) -> Any:
-    figure, (curves, meta, dots) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
-    for method, colour in COLOURS.items():
-        curves.plot(methods[method]["curves"].mean(axis=0), color=colour, label=method)
-        if "values" in methods[method]:
-            meta.plot(methods[method]["values"], color=colour, label=method)
-        losses = methods[method]["numbers"]["test_loss"]
-        dots.plot(losses, [method] * len(losses), "o", color=colour)
-    curves.set(xlabel="training step", ylabel="training loss (nats)", yscale="log", title="training, mean over seeds")
-    meta.set(xlabel="meta-step", ylabel="validation loss (nats)", title="meta-learning, mean over seeds")
-    dots.set(xlabel="test loss (nats)", title="test loss, one dot per seed")
-    dots.locator_params(axis="x", nbins=5)
-    curves.legend(frameon=False)
-    meta.legend(frameon=False)
+    figure, (curves, meta, validation, test) = _plots.panels(2, 2, size=(5.2, 3.4))
+    for method, found in methods.items():
+        style, losses = STYLES[method], found["curves"].mean(axis=0)
+        curves.plot(np.arange(1, len(losses) + 1), losses, label=method, linewidth=1.2, **style)
+        if "values" in found:
+            _running(meta, np.asarray(found["values"]), method, style)
+    curves.set(xlabel="training step", ylabel="loss of a batch (nats)", yscale="log", title="training")
+    _plots.plain_log(curves.yaxis)
+    meta.set(xlabel="meta-step", ylabel="validation loss (nats)", title=f"meta-learning; bold: {WINDOW} meta-steps")
+    for ax, part in ((validation, "validation"), (test, "test")):
+        _plots.bars(
+            ax, {name: found["numbers"][f"{part}_loss"] for name, found in methods.items()},
+            grey=[name for name in methods if "learned" not in name],
+        )  # fmt: skip
+        ax.set(xlabel=f"{part} loss (nats)")
+    curves.legend(fontsize=8)
+    meta.legend(fontsize=8)
     return figure
+
+
+def _running(ax: Any, values: Any, label: str, style: dict[str, Any]) -> None:
+    """Each value thin, and the running mean."""
+    ax.plot(values, color=style["color"], linewidth=0.6, alpha=0.5)
+    window = min(WINDOW, len(values))
+    mean = np.convolve(values, np.ones(window) / window, mode="valid")
+    ax.plot(np.arange(len(mean)) + (window - 1) / 2, mean, label=label, **style)

@@ -1,15 +1,22 @@
-"""What is the schedule of AdamW? Learning rate, b1, b2 and weight decay, one of each per step, learned by hypergradient.
+"""Beyond the thesis: what is the schedule of AdamW?
 
     python -m experiments.adam_schedules [--data digits|mnist|fashion_mnist] [--seeds 3] [--tiny]
 
-Against the best constant AdamW, the best cosine decay with warm-up (both from a grid, chosen by validation loss) and SGD
-with a learned schedule of learning rate and momentum. Everything is repeated for each seed, which draws the initial
-parameters, the batches and the keys of the meta-steps. Test images are only looked at in the report.
+A small tanh network is trained for 100 steps by AdamW. A learning rate, a b1, a b2 and a weight decay for each step descend
+the validation loss together; each meta-step sees a fresh initialization and fresh batches. Beside them AdamW at its best
+constant learning rate and at the best peak of a cosine decay with warm-up, SGD at its best constant rate, and SGD with a
+learning rate and a momentum learned for each step. Those that are learned start from the best constants.
+
+A learning rate is chosen from a grid by its mean validation loss over several trainings; b1, b2, the weight decay and the
+momentum of what is not learned keep their usual values. Each seed draws the trainings by which it chooses, and its
+meta-steps. All are then judged by the same trainings, which none of them saw, so where all seeds choose the same rate there
+is no spread. Test images are only looked at in the report.
 """
 
 import dataclasses
 import pathlib
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +28,9 @@ import tyro
 from jax import Array
 
 import hypergrad as hg
-from experiments import _adam_schedules_plots, _data, _models, _record
+from experiments import _adam_schedules_plots, _data, _models, _plots, _record
 from experiments._data import Data
+from experiments._record import Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +44,13 @@ class Config:
     hidden: tuple[int, ...] = (32, 32)
     warm_up: float = 0.1  # of the steps, for the cosine schedule
     grid: int = 8  # learning rates tried for each baseline
+    draws: int = 10  # trainings, per seed, that a learning rate of the grid is judged by
     report_seeds: int = 20  # initializations and batch orders that each report averages over
     tiny: bool = False  # a run of seconds, for the tests
     out: pathlib.Path = pathlib.Path("results/adam_schedules")
 
     def shrunk(self) -> "Config":
-        return dataclasses.replace(self, seeds=1, steps=4, meta_steps=2, hidden=(), grid=2, report_seeds=2)
+        return dataclasses.replace(self, seeds=1, steps=4, meta_steps=2, hidden=(), grid=2, draws=2, report_seeds=2)
 
 
 Optimizer = Callable[[Any], Any]  # hypers in natural units -> optimizer
@@ -55,6 +64,9 @@ def sgd(hypers: Any) -> Any:
     return hg.SGD(hypers["learning_rate"], hypers["momentum"])
 
 
+LEARNED = {adamw: "AdamW, learned", sgd: "SGD, learned"}
+
+
 class Experiment:
     """The functions that a user of the library writes, and the data they read."""
 
@@ -62,6 +74,7 @@ class Experiment:
         self.config, self.data = config, data
         self.x, self.y = (jnp.asarray(part) for part in data.train)
         self.sizes = (data.train.x.shape[1], *config.hidden, 10)
+        self.report_keys = jax.random.split(jax.random.key(10_000), config.report_seeds)
 
     def loss(self, params: Any, _: Any, rows: Array) -> Array:
         return _models.cross_entropy(params, self.x[rows], self.y[rows])
@@ -110,14 +123,16 @@ class Experiment:
         return jnp.asarray(peaks, jnp.float32)[:, None] * jax.vmap(schedule)(jnp.arange(steps))
 
     def judged(self, make: Optimizer, candidates: Any, keys: Array) -> np.ndarray:
-        """The validation loss of every candidate for each seed, all trained at once: [candidates, seeds]."""
+        """The mean validation loss of every candidate over each seed's draws, NaN if one diverges: [candidates, seeds]."""
 
         def value(hypers: Any, drawn: Any) -> Array:
-            return self.val_fn(self.trained(make(hypers), drawn, throw=False).params)  # NaN where it diverges
+            return self.val_fn(self.trained(make(hypers), drawn, throw=False).params)
 
-        over_seeds = jax.vmap(value, in_axes=(None, 0))
-        drawn = jax.jit(jax.vmap(self.draw))(keys)
-        return np.asarray(jax.jit(jax.vmap(over_seeds, in_axes=(0, None)))(hg.natural(candidates), drawn))
+        drawn = jax.jit(jax.vmap(self.draw))(jax.vmap(lambda key: jax.random.split(key, self.config.draws))(keys).ravel())
+        # One candidate after the other, so that memory does not grow with the grid.
+        every = jax.jit(lambda hypers: jax.lax.map(lambda h: jax.vmap(lambda d: value(h, d))(drawn), hypers))
+        values = np.asarray(every(hg.natural(candidates)))
+        return values.reshape(-1, len(keys), self.config.draws).mean(axis=2)
 
     def learned(self, make: Optimizer, hypers: Any, key: Array) -> hg.Result:
         """One schedule per seed, all learned at once: their losses are summed, so that none sees another's gradient."""
@@ -135,7 +150,6 @@ class Experiment:
 
     def report(self, make: Optimizer, hypers: Any) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """For every row of `hypers`, means over fresh initializations and batches, and the mean learning curve."""
-        keys = jax.random.split(jax.random.key(10_000), self.config.report_seeds)
         parts = {"validation": self.data.validation, "test": self.data.test}
         judges = {"loss": _models.cross_entropy, "error": _models.error_rate}
 
@@ -144,9 +158,15 @@ class Experiment:
             return {f"{p}_{j}": f(run.params, *x) for p, x in parts.items() for j, f in judges.items()}, run.losses
 
         over_keys = jax.vmap(one, in_axes=(None, 0))
-        drawn = jax.jit(jax.vmap(self.draw))(keys)
+        drawn = jax.jit(jax.vmap(self.draw))(self.report_keys)
         numbers, curves = jax.jit(jax.vmap(over_keys, in_axes=(0, None)))(hg.natural(hypers), drawn)
         return {name: np.asarray(x).mean(axis=1) for name, x in numbers.items()}, np.asarray(curves).mean(axis=1)
+
+    def certificate(self, make: Optimizer, hypers: Any) -> hg.Certificate:
+        """Of a training at the hyperparameters of the first seed."""
+        params, rows = self.draw(self.report_keys[0])
+        first = jax.tree.map(lambda x: x[0], hypers)
+        return hg.check_reversal(self.loss, params, make(hg.natural(first)), hg.stacked(rows))
 
 
 def best_rows(candidates: Any, values: np.ndarray, among: range) -> Any:
@@ -167,41 +187,75 @@ def main(config: Config) -> dict[str, Any]:
     values = experiment.judged(adamw, candidates, keys)
     constant = best_rows(candidates, values, range(config.grid))
     cosine = best_rows(candidates, values, range(config.grid, 2 * config.grid))
-    sgd_constants = experiment.sgd_hypers(sgd_rates)
-    sgd_start = best_rows(sgd_constants, experiment.judged(sgd, sgd_constants, keys), range(config.grid))
-    adamw_run, sgd_run = experiment.learned(adamw, constant, adam_key), experiment.learned(sgd, sgd_start, sgd_key)
-    adamw_rows = jax.tree.map(lambda *x: jnp.concatenate(x), constant, cosine, adamw_run.hypers)
-    names = ["AdamW, best constant", "AdamW, cosine with warm-up", "AdamW, learned"]
-    methods = {}
-    for name, make, hypers in ((names, adamw, adamw_rows), (["SGD, learned"], sgd, sgd_run.hypers)):
-        numbers, curves = experiment.report(make, hypers)
-        for i, method in enumerate(name):
-            part = slice(i * config.seeds, (i + 1) * config.seeds)
-            methods[method] = {
-                "hypers": jax.tree.map(lambda x, part=part: np.asarray(x[part]), hg.natural(hypers)),
-                "numbers": {k: x[part] for k, x in numbers.items()},
-                "curves": curves[part],
-            }
-    for method, run in (("AdamW, learned", adamw_run), ("SGD, learned", sgd_run)):
-        methods[method]["values"] = [s.value / config.seeds for s in run.history]
-    return _told(config, methods, begin)
+    sgd_candidates = experiment.sgd_hypers(sgd_rates)
+    sgd_constant = best_rows(sgd_candidates, experiment.judged(sgd, sgd_candidates, keys), range(config.grid))
+    starts = {adamw: (constant, adam_key), sgd: (sgd_constant, sgd_key)}
+    runs = {make: experiment.learned(make, *start) for make, start in starts.items()}
+    compared = {
+        adamw: {"AdamW, best constant": constant, "AdamW, cosine with warm-up": cosine},
+        sgd: {"SGD, best constant": sgd_constant},
+    }
+    methods: dict[str, Any] = {}
+    for make, run in runs.items():
+        methods |= _judged(experiment, make, compared[make] | {LEARNED[make]: run.hypers})
+        methods[LEARNED[make]]["values"] = [s.value / config.seeds for s in run.history]
+    proofs = {LEARNED[make]: experiment.certificate(make, run.hypers) for make, run in runs.items()}
+    return _told(config, methods, proofs, begin)
 
 
-def _told(config: Config, methods: dict[str, Any], begin: float) -> dict[str, Any]:
-    """Print the table, draw the pictures, write the record."""
-    columns = ("validation_loss", "test_loss", "test_error")
-    print(f"{'mean (standard deviation) over seeds':38s}" + "".join(f"{c.replace('_', ' '):>18s}" for c in columns))
-    for name, rows in methods.items():
-        shown = [f"{np.mean(rows['numbers'][c]):.4f} ({np.std(rows['numbers'][c]):.4f})" for c in columns]
-        print(f"{name:38s}" + "".join(f"{x:>18s}" for x in shown))
-    config.out.mkdir(parents=True, exist_ok=True)
-    pictures = _adam_schedules_plots.draw(config.out, methods)
+def _judged(experiment: Experiment, make: Optimizer, hypers: dict[str, Any]) -> dict[str, Any]:
+    """{method: its report}, all in one program; hypers: {method: of all seeds}."""
+    numbers, curves = experiment.report(make, jax.tree.map(lambda *x: jnp.concatenate(x), *hypers.values()))
+    seeds, found = experiment.config.seeds, {}
+    for i, (method, its) in enumerate(hypers.items()):
+        part = slice(i * seeds, (i + 1) * seeds)
+        found[method] = {
+            "hypers": jax.tree.map(np.asarray, hg.natural(its)),
+            "numbers": {k: x[part] for k, x in numbers.items()},
+            "curves": curves[part],
+        }
+    return found
+
+
+def _told(config: Config, methods: dict[str, Any], proofs: dict[str, hg.Certificate], begin: float) -> dict[str, Any]:
+    """Print the rows, draw the pictures, write the record."""
+    rows = _rows(config, methods)
+    for row in rows:
+        print(row)
+    pictures = _plots.save(config.out, _adam_schedules_plots.figures(methods))
     seconds = time.perf_counter() - begin
-    table = {name: {k: x.tolist() for k, x in rows["numbers"].items()} for name, rows in methods.items()}
-    numbers = {"table": table, "seconds": seconds}
-    record = _record.write(config.out, "adam_schedules", config, numbers)
-    print(f"{seconds:.1f} s; wrote {record} and {', '.join(p.name for p in pictures)}")
-    return numbers
+    numbers = {
+        "table": {name: {k: x.tolist() for k, x in m["numbers"].items()} for name, m in methods.items()},
+        "hypers": {name: {k: x.values.tolist() for k, x in m["hypers"].items()} for name, m in methods.items()},
+    }
+    record = _record.write(
+        config.out, "adam_schedules", config, numbers,
+        seeds=range(config.seeds), seconds=seconds, certificate=proofs, thesis=rows, pictures=pictures,
+    )  # fmt: skip
+    _plots.announce(record, pictures, seconds)
+    return numbers | {"certificate": {name: proof._asdict() for name, proof in proofs.items()}}
+
+
+def _rows(config: Config, methods: dict[str, Any]) -> list[Row]:
+    chosen = f"new: the best of {config.grid} rates by validation loss"
+    learned = f"new: {config.meta_steps} meta-steps"
+    rows = []
+    for quantity, unit, scale in (("validation_loss", "", 1), ("test_loss", "", 1), ("test_error", ", %", 100)):
+        table = {name: scale * m["numbers"][quantity] for name, m in methods.items()}
+        told = quantity.replace("_", " ")
+        for name, values in table.items():
+            why = learned if name in LEARNED.values() else chosen
+            rows.append(Row("new", f"{told}{unit}: {name}", None, *_record.mean_and_spread(values), why))
+        for what, pick in (("lowest", min), ("highest", max)) if quantity != "test_error" else ():  # errors may be equal
+            names = Counter(pick(table, key=lambda name, s=s, t=table: t[name][s]) for s in range(config.seeds))
+            text = "; ".join(f"{name}: {n} of {config.seeds} seeds" for name, n in names.most_common())
+            rows.append(Row("new", f"{what} {told}", None, text, why="new"))
+    for field, schedule in methods["AdamW, learned"]["hypers"].items():
+        values, label = _adam_schedules_plots.shown(field, schedule.values)
+        for end, part in {"first": slice(None, 10), "last": slice(-10, None)}.items():
+            seeds = values[:, part].mean(axis=1)
+            rows.append(Row("new", f"{label}, learned, {end} 10 steps", None, *_record.mean_and_spread(seeds), learned))
+    return rows
 
 
 if __name__ == "__main__":
