@@ -21,7 +21,8 @@ WINDOW = 9  # meta-steps of the running mean: each has an initialization and bat
 def figures(methods: dict[str, Any]) -> dict[str, Any]:
     return {
         "schedules": (_schedules(methods), "Schedules of AdamW; thin: learned, each seed; others: means over seeds"),
-        "comparison": (_comparison(methods), "Means over seeds, along training and meta-learning, and what was found"),
+        "learning": (_learning(methods), f"Means over seeds; bold against meta-step: running means of {WINDOW}"),
+        "losses": (_losses(methods), "What was found; grey: not learned"),
     }
 
 
@@ -45,24 +46,28 @@ def _schedules(methods: dict[str, Any]) -> Any:
     return figure
 
 
-def _comparison(methods: dict[str, Any]) -> Any:
-    figure, (curves, meta, validation, test) = _plots.panels(2, 2, size=(5.2, 3.4))
+def _learning(methods: dict[str, Any]) -> Any:
+    figure, (training, meta) = _plots.panels(2, size=(5, 3.8))
     for method, found in methods.items():
         style, losses = STYLES[method], found["curves"].mean(axis=0)
-        curves.plot(np.arange(1, len(losses) + 1), losses, label=method, linewidth=1.2, **style)
+        training.plot(np.arange(1, len(losses) + 1), losses, label=method, linewidth=1.2, **style)
         if "values" in found:
             _running(meta, np.asarray(found["values"]), method, style)
-    curves.set(xlabel="training step", ylabel="loss of a batch (nats)", yscale="log", title="training")
-    _plots.plain_log(curves.yaxis)
-    meta.set(xlabel="meta-step", ylabel="validation loss (nats)", title=f"meta-learning; bold: {WINDOW} meta-steps")
-    for ax, part in ((validation, "validation"), (test, "test")):
-        _plots.bars(
-            ax, {name: found["numbers"][f"{part}_loss"] for name, found in methods.items()},
-            grey=[name for name in methods if "learned" not in name],
-        )  # fmt: skip
-        ax.set(xlabel=f"{part} loss (nats)")
-    curves.legend(fontsize=8)
+    training.set(xlabel="training step", ylabel="loss of a batch (nats)", yscale="log", title="training")
+    _plots.plain_log(training.yaxis)
+    meta.set(xlabel="meta-step", ylabel="validation loss (nats)", title="a fresh seed each meta-step")
+    training.legend(fontsize=8)
     meta.legend(fontsize=8)
+    return figure
+
+
+def _losses(methods: dict[str, Any]) -> Any:
+    figure, axes = _plots.panels(2, size=(5, 2.7))
+    grey = [method for method in methods if "values" not in methods[method]]
+    for ax, part in zip(axes, ("validation", "test"), strict=True):
+        _plots.bars(ax, {method: found["numbers"][f"{part}_loss"] for method, found in methods.items()}, grey)
+        ax.set(xlabel=f"{part} loss (nats)")
+    axes[1].set_yticklabels([])
     return figure
 
 

@@ -64,6 +64,7 @@ def sgd(hypers: Any) -> Any:
     return hg.SGD(hypers["learning_rate"], hypers["momentum"])
 
 
+RATES = {adamw: (1e-3, 0.1), sgd: (0.1, 5.0)}  # the ends of the grids
 LEARNED = {adamw: "AdamW, learned", sgd: "SGD, learned"}
 
 
@@ -130,8 +131,8 @@ class Experiment:
 
         drawn = jax.jit(jax.vmap(self.draw))(jax.vmap(lambda key: jax.random.split(key, self.config.draws))(keys).ravel())
         # One candidate after the other, so that memory does not grow with the grid.
-        every = jax.jit(lambda hypers: jax.lax.map(lambda h: jax.vmap(lambda d: value(h, d))(drawn), hypers))
-        values = np.asarray(every(hg.natural(candidates)))
+        every = jax.jit(lambda hypers, drawn: jax.lax.map(lambda h: jax.vmap(lambda d: value(h, d))(drawn), hypers))
+        values = np.asarray(every(hg.natural(candidates), drawn))
         return values.reshape(-1, len(keys), self.config.draws).mean(axis=2)
 
     def learned(self, make: Optimizer, hypers: Any, key: Array) -> hg.Result:
@@ -181,7 +182,7 @@ def main(config: Config) -> dict[str, Any]:
     experiment = Experiment(config, _data.load(config.data, 0))
     grid_key, adam_key, sgd_key = jax.random.split(jax.random.key(0), 3)
     keys = jax.random.split(grid_key, config.seeds)
-    rates, sgd_rates = np.geomspace(1e-3, 0.1, config.grid), np.geomspace(0.1, 5, config.grid)
+    rates, sgd_rates = (np.geomspace(*RATES[make], config.grid) for make in (adamw, sgd))
     every_constant = np.repeat(rates[:, None], config.steps, axis=1)
     candidates = experiment.adamw_hypers(jnp.concatenate([every_constant, experiment.cosine(rates)]))
     values = experiment.judged(adamw, candidates, keys)
@@ -237,24 +238,38 @@ def _told(config: Config, methods: dict[str, Any], proofs: dict[str, hg.Certific
 
 
 def _rows(config: Config, methods: dict[str, Any]) -> list[Row]:
-    chosen = f"new: the best of {config.grid} rates by validation loss"
     learned = f"new: {config.meta_steps} meta-steps"
+    grids = {
+        name: f"new: best of {config.grid} rates from {low:g} to {high:g} by validation loss"
+        for name, (low, high) in (("AdamW", RATES[adamw]), ("SGD", RATES[sgd]))
+    }
     rows = []
+
+    def add(quantity: str, values: np.ndarray, why: str) -> None:
+        """values: one per seed; equal ones may differ by their rounding, which is no spread."""
+        mean, spread = _record.mean_and_spread(values)
+        rows.append(Row("new", quantity, None, mean, spread and (spread if spread > 1e-6 * mean else 0.0), why))
+
+    def origin(name: str) -> str:
+        return learned if name in LEARNED.values() else grids[name.split(",")[0]]
+
+    for name, m in methods.items():
+        add(f"highest learning rate: {name}", m["hypers"]["learning_rate"].values.max(axis=1), origin(name))
     for quantity, unit, scale in (("validation_loss", "", 1), ("test_loss", "", 1), ("test_error", ", %", 100)):
         table = {name: scale * m["numbers"][quantity] for name, m in methods.items()}
         told = quantity.replace("_", " ")
         for name, values in table.items():
-            why = learned if name in LEARNED.values() else chosen
-            rows.append(Row("new", f"{told}{unit}: {name}", None, *_record.mean_and_spread(values), why))
+            add(f"{told}{unit}: {name}", values, origin(name))
         for what, pick in (("lowest", min), ("highest", max)) if quantity != "test_error" else ():  # errors may be equal
             names = Counter(pick(table, key=lambda name, s=s, t=table: t[name][s]) for s in range(config.seeds))
             text = "; ".join(f"{name}: {n} of {config.seeds} seeds" for name, n in names.most_common())
             rows.append(Row("new", f"{what} {told}", None, text, why="new"))
+    middle = max(0, config.steps // 2 - 5)
+    parts = {"first": slice(None, 10), "middle": slice(middle, middle + 10), "last": slice(-10, None)}
     for field, schedule in methods["AdamW, learned"]["hypers"].items():
         values, label = _adam_schedules_plots.shown(field, schedule.values)
-        for end, part in {"first": slice(None, 10), "last": slice(-10, None)}.items():
-            seeds = values[:, part].mean(axis=1)
-            rows.append(Row("new", f"{label}, learned, {end} 10 steps", None, *_record.mean_and_spread(seeds), learned))
+        for where, part in parts.items():
+            add(f"{label}, AdamW, learned, {where} 10 steps", values[:, part].mean(axis=1), learned)
     return rows
 
 

@@ -20,14 +20,15 @@ from experiments import _record
 
 ORDER = (
     "toy_valley", "learning_rate_schedules", "schedule_gradient", "per_weight_penalty", "learned_training_set",
-    "architecture_sharing", "chaos", "initial_weights", "memory",
+    "architecture_sharing", "chaos", "initial_weights", "memory", "adam_schedules",
 )  # fmt: skip
 
 INTRODUCTION = (
     "# Chapter 6, redone",
     "Each figure of Chapter 6 of the thesis, by a script over the public names of the library, with several seeds, images "
-    "that nothing was chosen by, and certificates. `python -m experiments.report` wrote this page from the records of the "
-    'scripts. "Ours" is the mean over seeds, and what follows ± is the standard deviation over them.',
+    "that nothing was chosen by, and certificates; the last section goes beyond the thesis. `python -m experiments.report` "
+    'wrote this page from the records of the scripts. "Ours" is the mean over seeds, and what follows ± is the standard '
+    "deviation over them.",
     "Run any of them with `python -m experiments.<name>`. Without data at hand they take scikit-learn's digits, in under "
     "three minutes on two cores; `--data mnist` reads `mnist.npz` from the folder `HYPERGRAD_DATA` and repeats the setting "
     "of the thesis. `--help` lists what can be changed.",

@@ -36,16 +36,6 @@ def test_quickstart_learns_and_records(tmp_path, capsys):
         assert (tmp_path / f"{picture}.png").stat().st_size > 10_000
 
 
-def test_adam_schedules_learns_and_records(tmp_path, capsys):
-    numbers = adam_schedules.main(adam_schedules.Config(tiny=True, out=tmp_path))
-    assert capsys.readouterr().out.count("AdamW, ") == 3
-    assert json.loads((tmp_path / "adam_schedules.json").read_text())["numbers"]["table"] == numbers["table"]
-    for losses in numbers["table"].values():
-        assert len(losses["test_loss"]) == 1 and np.isfinite(losses["test_loss"]).all()
-    for picture in ("adamw_schedules", "comparison"):
-        assert (tmp_path / f"{picture}.png").stat().st_size > 10_000
-
-
 def test_digits_are_split_in_three_without_overlap():
     parts = _data.load("digits", seed=0)
     assert [len(part.x) for part in parts] == [897, 450, 450]
@@ -77,9 +67,11 @@ def test_adam_beside_optax_in_short():
 
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
-    "experiment", [toy_valley, learning_rate_schedules, schedule_gradient, chaos, memory], ids=lambda m: m.__name__[12:]
+    "experiment",
+    [toy_valley, learning_rate_schedules, schedule_gradient, chaos, memory, adam_schedules],
+    ids=lambda m: m.__name__[12:],
 )
-def test_chapter_6_runs_in_miniature_and_is_reported(experiment, tmp_path, capsys):
+def test_the_page_runs_in_miniature_and_is_reported(experiment, tmp_path, capsys):
     name = experiment.__name__.removeprefix("experiments.")
     numbers = experiment.main(experiment.Config(tiny=True, out=tmp_path / name))
     proofs = numbers["certificate"]
