@@ -20,9 +20,12 @@ WINDOW = 9  # meta-steps of the running mean: each has an initialization and bat
 
 def figures(methods: dict[str, Any]) -> dict[str, Any]:
     return {
-        "schedules": (_schedules(methods), "Schedules of AdamW; thin: learned, each seed; others: means over seeds"),
+        "schedules": (
+            _schedules(methods),
+            "Schedules of AdamW; thin: learned, each seed; others: geometric means over seeds",
+        ),
         "learning": (_learning(methods), f"Means over seeds; bold against meta-step: running means of {WINDOW}"),
-        "losses": (_losses(methods), "What was found; grey: not learned"),
+        "losses": (_losses(methods), "Losses on validation and on test images; grey: not learned"),
     }
 
 

@@ -9,8 +9,8 @@ learning rate and a momentum learned for each step. Those that are learned start
 
 A learning rate is chosen from a grid by its mean validation loss over several trainings; b1, b2, the weight decay and the
 momentum of what is not learned keep their usual values. Each seed draws the trainings by which it chooses, and its
-meta-steps. All are then judged by the same trainings, which none of them saw, so where all seeds choose the same rate there
-is no spread. Test images are only looked at in the report.
+meta-steps. All are then judged on the same fresh initializations and batches, so where all seeds choose the same rate there
+is no spread. Validation images are those that were descended on; test images are only looked at in the report.
 """
 
 import dataclasses
