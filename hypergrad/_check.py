@@ -15,7 +15,7 @@ from hypergrad.errors import OK
 from hypergrad.loop.forward import in_order, train_step
 from hypergrad.loop.problem import Inputs, Problem, begun, intact, join_steps, schedules, split, turns_of
 from hypergrad.loop.status import assess, most_words
-from hypergrad.loop.step import Exact, settled, unfollow, unstep
+from hypergrad.loop.step import Exact, Rule, settled, unfollow, unstep
 from hypergrad.optimizers.chain import PARAMS
 
 
@@ -99,9 +99,9 @@ def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
         batch = problem.batch(frozen, t)
 
         def again(w: list[Array]) -> list[Array]:
-            value, g, seen = problem.apart(t, gradient, settled(w), theta, frozen, batch)
+            value, g, seen = problem.apart(t, gradient, settled(problem.rule.layout.split(w)), theta, frozen, batch)
             found.append((value, seen))
-            return g
+            return problem.joined(t, g)
 
         found: list[tuple[Array, list[Array]]] = []
         state = unstep(problem.rule, state, h, turns, again)
@@ -138,7 +138,14 @@ def _first_mismatch(problem: Problem, there: Any, back: Any) -> Mismatch:
 
 
 def _state_print(problem: Problem, state: Exact) -> Array:
-    return jnp.stack([_prints(x) for rule in problem.rules for link in rule.chain for x in state.z[link.name]])
+    return jnp.stack(
+        [_prints(x) for rule in problem.rules for link in rule.chain for x in _leaves(rule, state.z[link.name])]
+    )
+
+
+def _leaves(rule: Rule, z: list[Any]) -> list[Any]:
+    columns = [rule.layout.split(list(column)) for column in zip(*(jax.tree.leaves(x) for x in z), strict=True)]
+    return list(zip(*columns, strict=True))
 
 
 def _batch_print(problem: Problem, frozen: list[Any], t: Array) -> Array:

@@ -12,6 +12,7 @@ from hypergrad.loop import step as _step
 from hypergrad.loop.problem import join_steps, split_steps
 from hypergrad.optimizers.chain import Link, Optimizer
 from hypergrad.optimizers.expand import compute_dtype, link_fraction_bits, link_numerators, prepared
+from hypergrad.optimizers.layout import separate
 from hypergrad.optimizers.transform import transforms
 
 
@@ -28,7 +29,7 @@ def check_inverse(optimizer: Optimizer, params: Any = None, *, steps: int = 20, 
     """
     params = {"w": jnp.zeros((3, 4), jnp.float32)} if params is None else params
     rule, leaves = _rule_of(optimizer, params), jax.tree.leaves(params)
-    h = prepared(optimizer, params, steps)
+    h = prepared(optimizer, params, steps, rule.layout)
     rng = np.random.default_rng(seed)
     with jax.enable_x64(True):
         plans = {k.name: [schedule(link_numerators(k, hj, steps), k.denominator) for hj in h] for k in rule.chain if k.decay}
@@ -53,7 +54,8 @@ def _rule_of(optimizer: Optimizer, params: Any) -> _step.Rule:
     bits = tuple(tuple(link_fraction_bits(link, x, None) for x in leaves) for link in chain)
     dtypes = tuple(compute_dtype(x) for x in leaves)
     own = tuple(np.dtype(x.dtype) for x in leaves)
-    return _step.Rule(chain, bits, dtypes, own, DEVICE, optimizer.linear, not optimizer.linear, transforms(optimizer))
+    alone = separate([x.shape for x in leaves])
+    return _step.Rule(chain, bits, dtypes, own, DEVICE, optimizer.linear, not optimizer.linear, alone, transforms(optimizer))
 
 
 def _drawn(rng: np.random.Generator, rule: _step.Rule, link: Link, like: Any) -> list[Value]:

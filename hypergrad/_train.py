@@ -24,12 +24,13 @@ from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link, Optimizer
 from hypergrad.optimizers.expand import (
     compute_dtype,
     concrete,
-    expand,
+    known_numerators,
+    layout_of,
     link_fraction_bits,
-    link_numerators,
     prepared,
     prepared_statistics,
 )
+from hypergrad.optimizers.layout import Layout, separate
 from hypergrad.optimizers.statistics import MEANS, Statistics
 from hypergrad.optimizers.transform import Transform, transforms
 
@@ -78,8 +79,9 @@ def train(
     outcome = adjoint.run(problem, inputs)
     ok = surface(outcome.status, throw)
     values, losses = mask(ok, (outcome.values, outcome.losses))
-    final = {name: jax.tree.unflatten(trees[name == STATISTICS], leaves) for name, leaves in values.items()}
-    means = final.pop(STATISTICS, None)
+    (tree, means_tree), alone = trees, values.pop(STATISTICS, None)
+    final = {name: jax.tree.unflatten(tree, problem.rule.layout.split(vectors)) for name, vectors in values.items()}
+    means = None if alone is None else jax.tree.unflatten(means_tree, alone)
     return Trained(final.pop(PARAMS), losses, final, outcome.status, outcome.status.words, means)
 
 
@@ -123,15 +125,18 @@ def set_up(
     program, returned = jax.make_jaxpr(evaluate, return_shape=True)(leaves, theta_leaves, frozen, t)
     door.check_loss_value(returned if means is None else door.check_evidence(returned, means.values))
     values = door.check_state(optimizer.chain, params, state)
-    rule = _rule(optimizer.chain, leaves, adjoint, optimizer.linear, transforms(optimizer))
-    h = prepared(optimizer, params, steps)
-    words = tuple(_words_known(optimizer, link, params, steps) for link in optimizer.chain)
+    layout = layout_of(optimizer, params)
+    rule = _rule(optimizer.chain, leaves, layout, adjoint, optimizer.linear, transforms(optimizer))
+    values = {name: layout.join(x) for name, x in values.items()}
+    h = prepared(optimizer, params, steps, layout)
+    fields = optimizer.layers[-1].hyperparameters()
+    words = tuple(_words_known(link, fields.get(str(link.decay)), params, steps) for link in optimizer.chain)
     followers: tuple[Rule, ...] = ()
     if means is not None:
         s = jax.tree.leaves(means.values)
-        followers = (_rule((MEANS,), s, adjoint),)
+        followers = (_rule((MEANS,), s, separate([x.shape for x in s]), adjoint),)
         values = {**values, STATISTICS: [x.astype(dtype) for x, dtype in zip(s, followers[0].dtypes, strict=True)]}
-        h, words = h + prepared_statistics(means, steps), (*words, _statistics_words_known(means, steps))
+        h, words = h + prepared_statistics(means, steps), (*words, _words_known(MEANS, means.decay, means.values, steps))
     x64 = jnp.result_type(float) == jnp.float64
     labels = _labels(rule, followers, len(optimizer.layers) - 1, params, theta, batches, means)
     problem = Problem(
@@ -154,8 +159,14 @@ def set_up(
 
 
 def _rule(
-    chain: tuple[Link, ...], leaves: list[Array], adjoint: Any, linear: bool = True, layers: tuple[Transform, ...] = ()
+    chain: tuple[Link, ...],
+    leaves: list[Array],
+    layout: Layout,
+    adjoint: Any,
+    linear: bool = True,
+    layers: tuple[Transform, ...] = (),
 ) -> Rule:
+    leaves = layout.first(leaves)
     return Rule(
         chain,
         tuple(tuple(link_fraction_bits(link, x, adjoint.fraction_bits) for x in leaves) for link in chain),
@@ -164,6 +175,7 @@ def _rule(
         GMPY2 if adjoint.buffer == "gmpy2" else DEVICE,
         linear,
         not linear or bool(adjoint.isolate),
+        layout,
         layers,
     )
 
@@ -236,9 +248,10 @@ def _labels(
 ) -> Labels:
     paths = [path for path, _ in _paths("", params)]
     places = [f"{link.name}{path}" for link in rule.chain for path in paths]
-    limits = [grid_range(bits) for row in rule.fraction_bits for bits in row]
+    limits = [grid_range(bits) for row in rule.fraction_bits for bits in rule.layout.spread(list(row))]
     owner = f"optimizer.{'inner.' * depth}"
-    decays = [f"{owner}{link.decay} for params{path}" if link.decay else "" for link in rule.chain for path in paths]
+    firsts = rule.layout.first(paths)
+    decays = [f"{owner}{link.decay} for params{path}" if link.decay else "" for link in rule.chain for path in firsts]
     if means is not None:
         means_places = [path for path, _ in _paths(STATISTICS, means.values)]
         places, decays = places + means_places, decays + [f"statistics.decay for {place}" for place in means_places]
@@ -252,37 +265,10 @@ def _paths(name: str, tree: Any) -> list[tuple[str, Any]]:
     return [(name + jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _words_known(optimizer: Optimizer, link: Link, params: Any, steps: int) -> int | None:
-    """Buffer words per parameter where a decay is a concrete field, even if all else is traced."""
-    rule, decay = optimizer.layers[-1], str(link.decay)
-    values = getattr(rule, decay, None)
-    if values is None or not concrete(values):
+def _words_known(link: Link, decay: Any, tree: Any, steps: int) -> int | None:
+    """Buffer words per parameter where a decay is concrete, even if all else is traced."""
+    if decay is None or not concrete(decay):
         return None
-    shapes = _shapes(params)
-
-    def numerators(values: Any) -> list[Array]:
-        rows = expand(eqx.tree_at(lambda rule: getattr(rule, decay), rule, values), shapes, steps, only=(decay,))
-        return [link_numerators(link, h, steps) for h in rows]
-
-    return _most_words(link, numerators, values)
-
-
-def _statistics_words_known(means: Statistics, steps: int) -> int | None:
-    if not concrete(means.decay):
-        return None
-    shapes = _shapes(means.values)
-
-    def numerators(decay: Any) -> list[Array]:
-        return [link_numerators(MEANS, h, steps) for h in prepared_statistics(Statistics(shapes, decay), steps)]
-
-    return _most_words(MEANS, numerators, means.decay)
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree)
-
-
-def _most_words(link: Link, numerators: Callable[[Any], list[Array]], values: Any) -> int:
-    with jax.ensure_compile_time_eval(), jax.enable_x64(True):
-        distinct = {np.asarray(n).tobytes() for n in programs.call(jax.jit(numerators), (), values)}
+    with jax.ensure_compile_time_eval():
+        distinct = {n.tobytes() for n in known_numerators(link, decay, tree, steps)}
     return max(words_needed(np.frombuffer(n, np.int64), link.denominator) for n in distinct)

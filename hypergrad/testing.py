@@ -1,7 +1,7 @@
 """Checkers of the laws that everything rests on: steps have inverses, and hypergradients are derivatives."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,16 +18,18 @@ from hypergrad.batches import stacked
 from hypergrad.errors import HypergradError
 from hypergrad.loop.step import increment
 from hypergrad.optimizers.chain import PARAMS, Link, Optimizer
+from hypergrad.optimizers.transform import transforms
 
 
 def check_optimizer(optimizer: Optimizer, params: Any = None, *, steps: int = 8, tolerance: float = 1e-8) -> None:
     """Assert that an optimizer keeps the contract of reversible optimizers, on a small problem in float64.
 
-    In this order: increments are pure, have the derivatives that differences give, and are linear in the gradient where
-    `linear` says so; extreme integers come back (`check_inverse`); a training run comes back; its buffers hold log2(1/decay)
-    bits; values out of range are reported; derivatives are finite where gradients are zero; those of `hg.Reversible` and of
-    `hg.Unrolled` agree to a relative `tolerance` in every hyperparameter, the parameters and the state. params: pytree of
-    floats whose shapes the hyperparameters fit; None: one [4, 4] leaf. steps: of the run, and of `PerStep` hyperparameters.
+    In this order: increments are pure, have the derivatives that differences give, are linear in the gradient where `linear`
+    says so and blind to the rest of a leaf where `entrywise` does; extreme integers come back (`check_inverse`); a training
+    run comes back; its buffers hold log2(1/decay) bits; values out of range are reported; derivatives are finite where
+    gradients are zero; those of `hg.Reversible` and of `hg.Unrolled` agree to a relative `tolerance` in every
+    hyperparameter, the parameters and the state. params: pytree of floats whose shapes the hyperparameters fit; None: one
+    [4, 4] leaf. steps: of the run, and of `PerStep` hyperparameters.
     Raises AssertionError that says what is wrong and where to look.
     """
     name = type(optimizer.layers[-1]).__name__
@@ -37,6 +39,8 @@ def check_optimizer(optimizer: Optimizer, params: Any = None, *, steps: int = 8,
         params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), params)
         optimizer = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), optimizer)
         _check_increments(name, optimizer)
+        if optimizer.entrywise:
+            _check_entrywise(optimizer)
         check_inverse(optimizer, params, steps=steps)
         batches = stacked([_data(rng, x.shape, steps) for x in jax.tree.leaves(params)])
         arguments = (_loss, params, optimizer, batches)
@@ -92,6 +96,33 @@ def _check_increments(name: str, optimizer: Optimizer) -> None:
                 f"{name} declares linear = True, but the gradient enters the increment of link `{link.name}` not linearly, "
                 "or with a factor that reads another link. Its derivative would be wrong: leave `linear` out."
             )
+
+
+def _check_entrywise(optimizer: Optimizer) -> None:
+    """Increments, first values and transformations of a leaf, against those of the same entries in two leaves."""
+    rule, rng = optimizer.layers[-1], np.random.default_rng(0)
+    whole = lambda: jnp.asarray(rng.uniform(0.5, 1.5, (4, 4)))  # noqa: E731
+    parts = lambda x: [x.ravel()[:5], x.ravel()[5:]]  # noqa: E731
+
+    def agree(owner: Optimizer, what: str, one: Array, two: Sequence[Array]) -> None:
+        if one.size != 16 or not bool(jnp.allclose(one.ravel(), jnp.concatenate(two), rtol=1e-12)):
+            raise AssertionError(
+                f"{type(owner).__name__} declares that it works entry by entry, but {what} depends on what else is in the "
+                "leaf, or on its shape: a norm, a mean over an axis? Small leaves are laid side by side then, and it would "
+                "see several as one. Leave `entrywise` (of a transformation: `entrywise_transform`) out."
+            )
+
+    h = rule.prepare({field: jnp.full((1, 1), 0.5) for field in rule.hyperparameters()}, 1)
+    h = {k: x.reshape(()) for k, x in h.items()}
+    for link in rule.chain:
+        z, g = {k.name: whole() for k in rule.chain if k is not link}, whole()
+        halves = [increment(link, h, {k: parts(x)[i] for k, x in z.items()}, parts(g)[i]) for i in (0, 1)]
+        agree(rule, f"the increment of link `{link.name}`", increment(link, h, z, g), halves)
+        agree(rule, f"the first value of link `{link.name}`", link.start(g), [link.start(x) for x in parts(g)])
+    for layer, transform in zip(optimizer.layers, transforms(optimizer), strict=False):
+        rates, w, g = {key: jnp.asarray(0.5) for _, key in transform.keys}, whole(), whole()
+        halves = transform([rates, rates], parts(w), parts(g))
+        agree(layer, "what it makes of a gradient", transform([rates], [w], [g])[0], halves)
 
 
 def _check_run(name: str, optimizer: Optimizer, arguments: tuple[Any, ...], steps: int) -> None:

@@ -13,6 +13,7 @@ from hypergrad.exact import (
     FINE_DENOMINATOR,
     MOMENTUM_DENOMINATOR,
     WORD_BITS,
+    known_numerator,
     numerator,
     schedule,
     to_ratio,
@@ -145,3 +146,15 @@ def test_numerators_out_of_range_are_clipped_so_that_division_stays_defined():
         n = np.asarray(numerator(jnp.array([-1.0, 0.0, 1e-9, 1.0, 2.0, jnp.nan]), 2**16)).tolist()
     assert n[:-1] == [1, 1, 1, 2**16, 2**16]
     assert 1 <= n[-1] <= 2**16  # NaN: anything but a division by zero
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@hypothesis.given(
+    rho=hnp.arrays(np.float64, 20, elements=st.floats(-0.5, 1.5) | st.sampled_from([np.nan, np.inf, 0.0, 1.0]))
+)
+@hypothesis.settings(deadline=None, max_examples=40)
+def test_a_numerator_known_beforehand_is_that_of_the_program(dtype: type, rho: np.ndarray) -> None:
+    with jax.enable_x64(True):
+        for d in DENOMINATORS:
+            program = numerator(to_ratio(jnp.asarray(rho, dtype), d, may_be_one=True), d)
+            np.testing.assert_array_equal(known_numerator(rho.astype(dtype), d), program)

@@ -47,7 +47,7 @@ def test_multiplication_is_undone_and_is_that_of_long_integers():
     end, before, (buffer, c), after = on_device(start(), int(plan.words), plan.turns)
     jax.tree.map(np.testing.assert_array_equal, before, after)
     jax.tree.map(np.testing.assert_array_equal, c, start())
-    assert DEVICE.is_empty(buffer)
+    assert DEVICE.is_empty(buffer).all()
     # Until the first spill the device buffer is the unbounded one, and so are the digits that enter the values.
     until = int(np.argmax(plan.turns.spills))
     reference, value = GMPY2.empty(c.shape, None), start()
@@ -56,7 +56,7 @@ def test_multiplication_is_undone_and_is_that_of_long_integers():
         reference, value = GMPY2.multiply_by(reference, value, N[t], D)
     for t in reversed(range(until)):
         reference, value = GMPY2.divide_by(reference, value, N[t], D)
-    assert integers(value) == integers(start()) and GMPY2.is_empty(reference)
+    assert integers(value) == integers(start()) and GMPY2.is_empty(reference).all()
     assert until > 3 and end.high.dtype == jnp.int64 and end.low.dtype == jnp.uint32
 
 

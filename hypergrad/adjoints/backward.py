@@ -90,9 +90,10 @@ def undo_link(
     return state, Cotangents(dz, dh, ct.theta), back.g
 
 
-def gradient_cotangent(rule: Rule, z: Values, dz: Values, h: Hypers, w: list[Array]) -> list[Array]:
+def gradient_cotangent(rule: Rule, z: Values, dz: Values, h: Hypers) -> list[Array]:
     """u, the cotangent of the gradient, of a linear rule: no value of z or g enters it, so any will do."""
-    anything = u = [jnp.zeros_like(x) for x in w]
+    dtypes = rule.dtypes if rule.transforms else rule.param_dtypes
+    anything = u = [jnp.zeros(x.shape, dtype) for x, dtype in zip(z[PARAMS], dtypes, strict=True)]
     for link in reversed(rule.chain[:-1]):
         back = pull(rule, link, z, dz, h, anything)
         u, dz = _plus(u, back.g), _spread(dz, back.z)
@@ -157,24 +158,25 @@ def reverse(
             return state, ct, u
 
         state, ct, _ = undo_link(rule, params, state, ct, h, turns, None)
-        w, wide_w = rule.decoded(state.z, params), rule.floats(state.z, params)
+        w, wide_w = rule.layout.split(rule.decoded(state.z, params)), rule.floats(state.z, params)
         batch = problem.batch(frozen, t)
         at_w = lambda w, push: first_order(w, push, theta, frozen, batch)  # noqa: E731
         push = evidence_cotangent(problem, state.z, ds, rates)
         if rule.linear:
-            u = gradient_cotangent(rule, state.z, ct.z, h, wide_w if rule.transforms else w)
+            u = gradient_cotangent(rule, state.z, ct.z, h)
             if rule.transforms:
-                u = pull_transforms(rule, h, wide_w, w, u)[2]
-            (g, g_theta), (hu, cross), (value, seen) = _along(problem, at_w, w, u, push)
+                u = pull_transforms(rule, h, wide_w, rule.decoded(state.z, params), u)[2]
+            (g, g_theta), (hu, cross), (value, seen) = _along(problem, t, at_w, w, u, push)
         if rule.isolate:
             value, g, seen = problem.apart(t, gradient, settled(w), theta, frozen, batch)
+            g = problem.joined(t, g)
         state, means = undo_statistics(problem, state, means, rates, turns, seen)
         state, ct, u = undo_others(state, ct, evidence(rule, turns, h, wide_w, g))
         if rule.transforms:
             dh, dw, u = pull_transforms(rule, h, wide_w, g, u)
             ct = Cotangents({**ct.z, PARAMS: _plus(ct.z[PARAMS], dw)}, _plus(ct.h, dh), ct.theta)
         if not rule.linear:
-            (g, g_theta), (hu, cross), _ = _along(problem, at_w, w, u, push)
+            (g, g_theta), (hu, cross), _ = _along(problem, t, at_w, w, u, push)
 
         dw, dtheta = _plus(ct.z[PARAMS], hu), _plus(dtheta, cross)
         if dloss is not None:
@@ -219,12 +221,16 @@ def _first_order(problem: Problem, with_theta: bool) -> Callable[..., tuple[Any,
     return problem.maybe_jit(gradients)
 
 
-def _along(problem: Problem, first_order: Callable[..., Any], w: list[Array], u: list[Array], push: list[Array]) -> Any:
+def _along(
+    problem: Problem, t: Array, first_order: Callable[..., Any], w: list[Array], u: list[Array], push: list[Array]
+) -> Any:
     """Forward over reverse: ((g, g_theta), (H u, (d_theta g)^T u), (loss, evidence)) from one jvp, without residuals of
     residuals. A push from 0 along the cotangent of the evidence adds what the statistics pass back to the second of them."""
     with jax.enable_x64(problem.x64):
         none = [jnp.zeros_like(x) for x in push]
-        return settled(jax.jvp(first_order, (settled(w), none), (settled(u), settled(push)), has_aux=True))
+        directions = settled(problem.rule.layout.split(u)), settled(push)
+        (g, g_theta), (hu, cross), found = settled(jax.jvp(first_order, (settled(w), none), directions, has_aux=True))
+    return (problem.joined(t, g), g_theta), (problem.joined(t, hu), cross), found
 
 
 def _norms(dz: Values) -> dict[str, Array]:

@@ -81,7 +81,10 @@ def _run(problem: Problem, inputs: Inputs, scan: Scan) -> Outcome:
             decoded = rule.decoded(state.z, rule.chain[-1])
             w = [substitute(s.astype(d.dtype), d) for s, d in zip(shadow[PARAMS], decoded, strict=True)]
             batch = problem.batch(inputs.frozen, t)
-            value, g, seen = _same_bits(turns, rule.isolate, problem.gradient, w, inputs.theta, inputs.frozen, batch)
+            value, g, seen = _same_bits(
+                turns, rule.isolate, problem.gradient, rule.layout.split(w), inputs.theta, inputs.frozen, batch
+            )
+            g = problem.joined(t, g)
             if rule.transforms:
                 wide_w = [substitute(*a) for a in zip(shadow[PARAMS], rule.floats(state.z, rule.chain[-1]), strict=True)]
                 g = _same_bits(turns, True, functools.partial(transformed, rule), h, wide_w, g)

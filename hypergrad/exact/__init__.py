@@ -30,6 +30,7 @@ from hypergrad.exact.ratio import FINE_DENOMINATOR as FINE_DENOMINATOR
 from hypergrad.exact.ratio import MOMENTUM_DENOMINATOR as MOMENTUM_DENOMINATOR
 from hypergrad.exact.ratio import SMALLEST_RATIO as SMALLEST_RATIO
 from hypergrad.exact.ratio import divide as divide
+from hypergrad.exact.ratio import known_numerator as known_numerator
 from hypergrad.exact.ratio import numerator as numerator
 from hypergrad.exact.ratio import substitute as substitute
 from hypergrad.exact.ratio import to_ratio as to_ratio
@@ -41,7 +42,7 @@ class InformationBuffer(NamedTuple):
     empty: Callable[[tuple[int, ...], int | None], Any]  # (shape, capacity) -> buffer
     multiply_by: Callable[..., tuple[Any, Any]]  # (buffer, c, n, denominator, turn) -> (buffer, c)
     divide_by: Callable[..., tuple[Any, Any]]  # the inverse, same arguments
-    is_empty: Callable[[Any], Any]  # buffer -> bool
+    is_empty: Callable[[Any], Any]  # buffer -> bool, the shape of what it belongs to
     length: Callable[[Any, Any], Any]  # (buffer, words spilled) -> bits of its integers, their mean
 
 

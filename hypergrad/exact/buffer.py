@@ -56,7 +56,8 @@ def empty_buffer(shape: tuple[int, ...], capacity: int | None) -> Buffer:
 
 
 def is_empty(buffer: Buffer) -> Array:
-    return jnp.all(buffer.head == 0)
+    """Parameter by parameter: bool [...]."""
+    return buffer.head == 0
 
 
 def length(buffer: Buffer, words: Array) -> Array:

@@ -31,8 +31,9 @@ def empty_buffer(shape: tuple[int, ...], capacity: int | None = None) -> Digits:
     return Digits(np.full(shape, gmpy2.mpz(0), dtype=object))
 
 
-def is_empty(buffer: Digits) -> bool:
-    return not np.any(buffer.i != 0)
+def is_empty(buffer: Digits) -> np.ndarray:
+    """Parameter by parameter: bool [...]."""
+    return np.asarray(buffer.i == 0, bool)
 
 
 def length(buffer: Digits, words: Any) -> float:

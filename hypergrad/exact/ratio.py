@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 
@@ -41,6 +42,12 @@ def numerator(ratio: Array, denominator: int) -> Array:
     the caller, so that division stays defined."""
     n = jnp.nan_to_num(jnp.round(ratio * denominator))
     return jnp.clip(n, smallest_numerator(denominator), denominator).astype(jnp.int64)
+
+
+def known_numerator(rho: np.ndarray, denominator: int) -> np.ndarray:
+    """`numerator(to_ratio(rho, ..))` of numbers at hand, without a program: float [...] -> int64 [...]."""
+    n = np.nan_to_num(np.round(rho * rho.dtype.type(denominator)))
+    return np.clip(n, smallest_numerator(denominator), denominator).astype(np.int64)
 
 
 def smallest_numerator(denominator: int) -> int:

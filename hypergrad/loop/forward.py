@@ -1,6 +1,6 @@
 """The forward pass: training itself, and what it must keep to be undone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -8,8 +8,9 @@ from jax import Array
 
 from hypergrad.exact import largest
 from hypergrad.loop.drivers import Pause
-from hypergrad.loop.problem import Inputs, Problem, join_steps, magnitudes, split
-from hypergrad.loop.step import Exact, follow, settled, step
+from hypergrad.loop.problem import Inputs, Problem, join_steps, split
+from hypergrad.loop.step import Exact, Rule, follow, settled, step
+from hypergrad.optimizers.chain import Link
 
 
 class Forward(NamedTuple):
@@ -39,9 +40,10 @@ def train_step(problem: Problem, gradient: Callable[..., Any], consts: Any, stat
     """The gradient at the present parameters, then `step` and `follow`; also (loss, max |w| before, max |z| of all else)."""
     rule = problem.rule
     (constant, theta, frozen), (t, stepped, turns) = consts, x
-    w = settled(rule.decoded(state.z, rule.chain[-1]))
+    w = settled(rule.layout.split(rule.decoded(state.z, rule.chain[-1])))
     entering = jnp.stack([largest(x) for x in w])  # w is at hand here; what step t leaves is seen at t + 1
     value, g, seen = problem.apart(t, gradient, w, theta, frozen, problem.batch(frozen, t))
+    g = problem.joined(t, g)
     h, rates = problem.parts(join_steps(constant, stepped))
     state, others = step(rule, state, h, turns, g)
     state = follow(problem.statistics, state, rates, turns, seen)
@@ -51,6 +53,12 @@ def train_step(problem: Problem, gradient: Callable[..., Any], consts: Any, stat
 
 def in_order(problem: Problem, start: Exact, end: Exact, entering: Array, rest: Any) -> Array:
     """The magnitudes of `train_step` as before the first and after each step: float32 [steps + 1, places]."""
-    others, means = rest
-    w = jnp.concatenate([entering[1:], problem.rule.magnitudes(end.z, problem.rule.chain[-1])[None]])
-    return jnp.concatenate([magnitudes(problem, start)[None], jnp.concatenate([others, w, *means], axis=1)])
+    rule, (others, means) = problem.rule, rest
+    *accumulators, params = rule.chain
+
+    def with_first(rule: Rule, links: Sequence[Link], after: Array) -> Array:
+        return jnp.concatenate([jnp.concatenate([rule.magnitudes(start.z, link) for link in links])[None], after])
+
+    w = jnp.concatenate([entering, rule.magnitudes(end.z, params)[None]])
+    followed = [with_first(r, r.chain, after) for r, after in zip(problem.statistics, means, strict=True)]
+    return jnp.concatenate([with_first(rule, accumulators, others), w, *followed], axis=1)

@@ -20,6 +20,7 @@ from hypergrad.loop import drivers
 from hypergrad.loop.step import Exact, Hypers, Rule, Values, returned, settled, start
 from hypergrad.optimizers.chain import Link
 from hypergrad.optimizers.expand import link_numerators
+from hypergrad.optimizers.layout import side_by_side
 
 
 class Inputs(NamedTuple):
@@ -132,6 +133,11 @@ class Problem:
         with jax.enable_x64(self.x64):
             (value, seen), g = jax.value_and_grad(self.value, has_aux=True)(w, theta, frozen, batch)
         return value, *settled((g, seen))
+
+    def joined(self, t: Array, leaves: list[Array]) -> list[Array]:
+        """What a gradient gave, vector by vector. Behind a branch: XLA would fuse the two, and not alike in all passes."""
+        parts = self.rule.layout.parts(leaves)
+        return [behind_branch(t >= 0, side_by_side, part) if len(part) > 1 else part[0] for part in parts]
 
     def run(
         self, body: drivers.Body, consts: Any, carry: Any, xs: Any, reverse: bool = False, pause: drivers.Pause | None = None

@@ -28,6 +28,7 @@ from hypergrad.exact import (
     widen,
 )
 from hypergrad.optimizers.chain import PARAMS, Link, View
+from hypergrad.optimizers.layout import Layout
 from hypergrad.optimizers.transform import Transform
 
 
@@ -54,6 +55,7 @@ class Rule:
     buffer: InformationBuffer
     linear: bool  # as `Optimizer.linear`; if not, floats are computed `isolated`
     isolate: bool  # whether the gradient of the loss is; always, if not linear
+    layout: Layout  # which parameter leaves are one "leaf" here
     transforms: tuple[Transform, ...] = ()  # what the gradient passes before the chain sees it
 
     def bits(self, link: Link) -> tuple[int, ...]:
@@ -74,7 +76,7 @@ class Rule:
 
     def magnitudes(self, z: Values, link: Link) -> Array:
         """max |z| of each leaf: float32 [leaves]."""
-        return jnp.stack([largest(x) for x in self.decoded(z, link)])
+        return jnp.stack([largest(x) for x in self.layout.split(self.decoded(z, link))])
 
     def all_magnitudes(self, z: Values) -> Array:
         """max |z| of each leaf of every link: float32 [links, leaves]."""
@@ -211,7 +213,7 @@ def returned(rule: Rule, values: Values, end: Exact) -> Array:
         back = [same(x, y) for x, y in zip(_on_grid(rule, link, values), end.z[link.name], strict=True)]
         if link.decay:
             back = [s & rule.buffer.is_empty(b) for s, b in zip(back, end.buffers[link.name], strict=True)]
-        rows.append(jnp.stack(back))
+        rows.append(jnp.stack(rule.layout.spread([s.all() for s in back])))
     return jnp.stack(rows)
 
 

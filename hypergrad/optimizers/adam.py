@@ -40,6 +40,7 @@ class Adam(Optimizer):
     eps: Any = 1e-8
 
     chain = (_MEAN, _SQUARE, Link("params", _step))
+    entrywise = True
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
         corrections = {"correct1": _bias_correction(h["b1"], steps), "correct2": _bias_correction(h["b2"], steps)}

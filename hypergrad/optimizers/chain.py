@@ -59,11 +59,13 @@ class Optimizer(eqx.Module):
 
     Each field is a scalar, a `PerStep`, an array of a parameter's shape, or a pytree prefix of the parameters with such
     leaves. `linear`: every gradient enters its increment linearly, with a factor made of hyperparameters alone
-    (the reverse pass is then cheaper by one linearization).
+    (the reverse pass is then cheaper by one linearization). `entrywise`: what becomes of an entry depends on no other entry
+    of its leaf, nor on its shape (small leaves are then laid side by side: less to compile).
     """
 
     chain: ClassVar[tuple[Link, ...]]
     linear: ClassVar[bool] = False
+    entrywise: ClassVar[bool] = False
 
     @property
     def layers(self) -> tuple["Optimizer", ...]:

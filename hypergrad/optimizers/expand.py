@@ -3,6 +3,7 @@
 Invariant: a prepared array has shape [steps | 1, 1.. | leaf shape], and every decay among them is an exact n/d.
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import equinox as eqx
@@ -12,9 +13,10 @@ import numpy as np
 from jax import Array
 
 from hypergrad.errors import RangeError, decay_sentence
-from hypergrad.exact import SMALLEST_RATIO, default_fraction_bits, numerator, to_ratio
+from hypergrad.exact import SMALLEST_RATIO, default_fraction_bits, known_numerator, numerator, to_ratio
 from hypergrad.hypers import describe
 from hypergrad.optimizers.chain import Link, Optimizer
+from hypergrad.optimizers.layout import Layout, separate, together
 from hypergrad.optimizers.statistics import MEANS, Statistics
 from hypergrad.schedules import PerStep, spread
 
@@ -22,33 +24,55 @@ from hypergrad.schedules import PerStep, spread
 WIDE_RANGE_BITS = 8  # sums of squares up to 2^22 for float32 parameters
 
 
-def expand(optimizer: Optimizer, params: Any, steps: int, only: tuple[str, ...] | None = None) -> list[dict[str, Array]]:
-    """The hyperparameters of each parameter leaf, step axis first: list of {key: float [steps | 1, 1.. | leaf shape]}.
+def layout_of(optimizer: Optimizer, params: Any) -> Layout:
+    """Small leaves of one dtype that share every hyperparameter lie side by side, if the optimizer is `entrywise`."""
+    leaves = jax.tree.leaves(params)
+    shapes = [x.shape for x in leaves]
+    if not optimizer.entrywise:
+        return separate(shapes)
+    columns = [_broadcast_prefix(name, given, params) for _, _, name, given in _fields(optimizer)]  # held: told apart by id
+    keys = [(x.dtype, *(_shared(column[i]) for column in columns)) for i, x in enumerate(leaves)]
+    return together(shapes, keys)
+
+
+def _shared(value: Any) -> Hashable:
+    """Equal for two leaves only if they have the same value, and one that says nothing of their shape."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    raw, scalar = (value.values, 1) if isinstance(value, PerStep) else (value, 0)
+    return id(value) if np.ndim(raw) == scalar else object()
+
+
+def expand(optimizer: Optimizer, params: Any, steps: int, layout: Layout) -> list[dict[str, Array]]:
+    """The hyperparameters of each vector of the layout, step axis first: {key: float [steps | 1, 1.. | vector's shape]}.
 
     The keys are those of `Optimizer.key`. Raises with the field, the leaf's path and both shapes where one does not fit.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+    leaves = layout.first(jax.tree_util.tree_leaves_with_path(params))
     expanded: list[dict[str, Array]] = [{} for _ in leaves]
     decays = {link.decay: link for link in optimizer.chain if link.decay}
-    rule = optimizer.layers[-1]
-    for depth, layer in enumerate(optimizer.layers):
-        rounded = decays if layer is rule else {}
-        for field, given in layer.hyperparameters().items():
-            key, name = layer.key(field), f"optimizer.{'inner.' * depth}{field}"
-            if only is not None and key not in only:
-                continue
-            values = _broadcast_prefix(name, given, params)
-            for h, value, (path, leaf) in zip(expanded, values, leaves, strict=True):
-                where = f"{name} for params{jax.tree_util.keystr(path)}"
-                x = _with_step_axis(where, value, leaf, steps, rounded.get(field))
-                h[key] = _ratio(rounded[field], x) if field in rounded else x
+    for layer, field, name, given in _fields(optimizer):
+        key = layer.key(field)
+        link = decays.get(field) if layer is optimizer.layers[-1] else None
+        values = layout.first(_broadcast_prefix(name, given, params))
+        for h, group, value, (path, leaf) in zip(expanded, layout.groups, values, leaves, strict=True):
+            where = f"{name} for params{jax.tree_util.keystr(path)}"
+            x = _with_step_axis(where, value, leaf, steps, link)
+            x = x.reshape(-1, 1) if len(group) > 1 else x
+            h[key] = _ratio(link, x) if link else x
     return expanded
 
 
-def prepared(optimizer: Optimizer, params: Any, steps: int) -> list[dict[str, Array]]:
+def _fields(optimizer: Optimizer) -> list[tuple[Optimizer, str, str, Any]]:
+    """Every hyperparameter: its layer, its field there, what users call it, and its value."""
+    layers = [(f"optimizer.{'inner.' * depth}", layer) for depth, layer in enumerate(optimizer.layers)]
+    return [(x, field, f"{at}{field}", given) for at, x in layers for field, given in x.hyperparameters().items()]
+
+
+def prepared(optimizer: Optimizer, params: Any, steps: int, layout: Layout) -> list[dict[str, Array]]:
     """`expand` followed by the `prepare` of each layer, the rule's first, with every decay an exact n/d."""
     result = []
-    for h in expand(optimizer, params, steps):
+    for h in expand(optimizer, params, steps, layout):
         for layer in reversed(optimizer.layers):
             h = dict(layer.prepare(h, steps))
         for link in optimizer.chain:
@@ -72,6 +96,16 @@ def link_numerators(link: Link, h: dict[str, Array], steps: int) -> Array:
     """The smallest numerator of a leaf at each step, which bounds its buffer: int64 [steps]."""
     n = numerator(h[link.decay], link.denominator)  # type: ignore[index]
     return jnp.broadcast_to(n.reshape(n.shape[0], -1).min(axis=1), (steps,))
+
+
+def known_numerators(link: Link, decay: Any, tree: Any, steps: int) -> list[np.ndarray]:
+    """`link_numerators` of a decay whose values are known, without a program: int64 [steps] for every leaf of the tree."""
+    result = []
+    for value, leaf in zip(_broadcast_prefix(str(link.decay), decay, tree), jax.tree.leaves(tree), strict=True):
+        rho = np.asarray(value.values if isinstance(value, PerStep) else [value], compute_dtype(leaf))
+        n = known_numerator(rho, link.denominator)
+        result.append(np.broadcast_to(n.reshape(n.shape[0], -1).min(axis=1), (steps,)))
+    return result
 
 
 def link_fraction_bits(link: Link, leaf: Array, fraction_bits: int | None) -> int:

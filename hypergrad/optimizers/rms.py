@@ -33,6 +33,7 @@ class RMSProp(Optimizer):
     eps: Any = 1e-8
 
     chain = (Link("square", lambda h, z, g: (1 - h.decay) * (g * g), decay="decay", wide=True), _VELOCITY, _PARAMS)
+    entrywise = True
 
 
 class Adagrad(Optimizer):
@@ -51,3 +52,4 @@ class Adagrad(Optimizer):
     eps: Any = 1e-8
 
     chain = (Link("square", lambda h, z, g: g * g, wide=True), _VELOCITY, _PARAMS)
+    entrywise = True

@@ -20,6 +20,7 @@ class SGD(Optimizer):
         Link("params", lambda h, z: h.learning_rate * z.velocity),
     )
     linear = True
+    entrywise = True
 
 
 class HeavyBall(Optimizer):
@@ -36,3 +37,4 @@ class HeavyBall(Optimizer):
         Link("params", lambda h, z: h.learning_rate * z.velocity),
     )
     linear = True
+    entrywise = True

@@ -19,11 +19,13 @@ class Transformed(Optimizer):
     """An optimizer with a pure function of the gradient before it. Base of the transformations; fields are hyperparameters.
 
     transform(h, w, g): h.<field> per leaf, parameters and gradient as lists of leaves -> the gradient that `inner` sees.
-    linear_transform: its derivative in g is made of hyperparameters and parameters alone.
+    linear_transform: its derivative in g is made of hyperparameters and parameters alone. entrywise_transform: how the
+    parameters are divided into leaves makes no difference.
     """
 
     inner: Optimizer
     linear_transform: ClassVar[bool] = False
+    entrywise_transform: ClassVar[bool] = False
 
     @staticmethod
     def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]:
@@ -36,6 +38,10 @@ class Transformed(Optimizer):
     @property
     def linear(self) -> bool:  # type: ignore[override]
         return self.linear_transform and self.inner.linear
+
+    @property
+    def entrywise(self) -> bool:  # type: ignore[override]
+        return self.entrywise_transform and self.inner.entrywise
 
     @property
     def layers(self) -> tuple[Optimizer, ...]:
@@ -67,6 +73,7 @@ class Clip(Transformed):
     """g <- min(max(g, -c), c), entry by entry. Made by `clip`."""
 
     max_delta: Any
+    entrywise_transform = True
 
     @staticmethod
     def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]:
@@ -78,6 +85,7 @@ class ClipByGlobalNorm(Transformed):
     """g <- g min(1, c / |g|), |g| over all leaves. Made by `clip_by_global_norm`."""
 
     max_norm: Any
+    entrywise_transform = True
 
     @staticmethod
     def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]:
@@ -97,6 +105,7 @@ class AddDecayedWeights(Transformed):
 
     weight_decay: Any
     linear_transform = True
+    entrywise_transform = True
 
     @staticmethod
     def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]:
@@ -108,6 +117,7 @@ class Freeze(Transformed):
 
     mask: tuple[Any, tuple[bool, ...]] = eqx.field(static=True)  # tree and leaves: hashable
     linear_transform = True
+    entrywise_transform = True
 
     @property
     def chain(self) -> tuple[Link, ...]:  # type: ignore[override]

@@ -1,0 +1,169 @@
+"""Leaves laid side by side: which are, that nothing comes out otherwise, and that errors still know the leaf."""
+
+from typing import Any
+
+import hypothesis.extra.numpy as hnp
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hypergrad as hg
+from hypergrad.optimizers import Link, Optimizer
+from hypergrad.optimizers.expand import layout_of
+from hypergrad.optimizers.layout import together
+
+
+STEPS = 6
+
+
+@given(st.lists(st.tuples(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4), st.integers(0, 2)), max_size=6))
+@settings(deadline=None, max_examples=50)
+def test_split_undoes_join(leaves: list[tuple[tuple[int, ...], int]]) -> None:
+    layout = together([shape for shape, _ in leaves], [key for _, key in leaves])
+    values = [
+        jnp.asarray(np.arange(np.prod(shape, dtype=int)).reshape(shape) + 100 * i) for i, (shape, _) in enumerate(leaves)
+    ]
+    vectors = layout.join(values)
+    for x, y in zip(values, layout.split(vectors), strict=True):
+        np.testing.assert_array_equal(x, y)
+    for x, y in zip(vectors, layout.join(layout.split(vectors)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+WEIGHTS = {"a": jnp.ones(3), "b": jnp.ones((40, 40)), "c": jnp.ones((2, 5)), "d": jnp.ones(())}
+RATES = {"a": 0.1, "b": 0.2, "c": 0.1, "d": 0.3}
+
+
+class Separate(hg.SGD):
+    """Without saying that it is entrywise."""
+
+    entrywise = False
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "groups"),
+    [
+        (hg.SGD(0.1), ((0, 2, 3), (1,))),
+        (hg.SGD(hg.PerStep(jnp.full(STEPS, 0.1)), jnp.float32(0.9)), ((0, 2, 3), (1,))),
+        (hg.SGD(hg.knots(jnp.full(2, 0.1), STEPS)), ((0, 2, 3), (1,))),
+        (hg.SGD(RATES), ((0, 2), (1,), (3,))),
+        (hg.SGD(jax.tree.map(jnp.float32, RATES)), ((0,), (1,), (2,), (3,))),
+        (hg.SGD(0.1, {**RATES, "c": jnp.full((2, 5), 0.5)}), ((0,), (1,), (2,), (3,))),
+        (hg.SGD(jax.tree.map(jnp.ones_like, WEIGHTS)), ((0,), (1,), (2,), (3,))),
+        (hg.freeze(hg.SGD(0.1), {"a": False, "b": False, "c": True, "d": False}), ((0, 3), (1,), (2,))),
+        (hg.clip_by_global_norm(hg.Adam(0.1), 1.0), ((0, 2, 3), (1,))),
+        (Separate(0.1), ((0,), (1,), (2,), (3,))),
+        (hg.clip(Separate(0.1), 1.0), ((0,), (1,), (2,), (3,))),
+    ],
+)
+def test_small_leaves_of_the_same_hyperparameters_are_side_by_side(optimizer: Optimizer, groups: Any) -> None:
+    assert layout_of(optimizer, WEIGHTS).groups == groups
+
+
+def test_dtypes_are_not_mixed() -> None:
+    narrow = {**WEIGHTS, "d": jnp.ones((), jnp.bfloat16)}
+    assert layout_of(hg.SGD(0.1), narrow).groups == ((0, 2), (1,), (3,))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda rate: hg.SGD(hg.PerStep(rate), 0.8),
+    "adamw": lambda rate: hg.AdamW(hg.PerStep(0.1 * rate)),
+    "clipped": lambda rate: hg.clip_by_global_norm(hg.HeavyBall(hg.PerStep(0.1 * rate)), 0.5),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("adjoint", [hg.Reversible(), hg.Unrolled(), hg.Reversible(buffer="gmpy2")], ids=repr)
+def test_the_layout_changes_nothing_but_rounding(name: str, adjoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = problems.network("layer norm")
+    make, params = OPTIMIZERS[name], net.params()
+    assert max(map(len, layout_of(make(jnp.ones(STEPS)), params).groups)) > 1
+
+    def run(rate: Any, params: Any) -> Any:
+        return hg.train(net.loss, params, make(rate), net.batches(STEPS), theta=net.theta(), steps=STEPS, adjoint=adjoint)
+
+    def ours(rate: Any, params: Any) -> Any:
+        done = run(rate, params)
+        return net.value(done.params) + sum(jnp.sum(x) for x in jax.tree.leaves(done.state)), done
+
+    def all_of() -> Any:
+        return jax.value_and_grad(ours, (0, 1), has_aux=True)(jnp.linspace(0.1, 0.3, STEPS), params)
+
+    (_, together), gradients = all_of()
+    monkeypatch.setattr(type(make(jnp.ones(1)).layers[-1]), "entrywise", False)
+    (_, apart), expected = all_of()
+    pairs = ((together.params, apart.params), (together.losses, apart.losses), (gradients, expected))
+    for x, y in zip(*(jax.tree.leaves(column) for column in zip(*pairs, strict=True)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("leaf", ["a", "c", "d"])
+def test_an_error_names_the_leaf_and_not_the_vector(leaf: str) -> None:
+    def loss(w: Any, _: Any, t: Any) -> Any:
+        good = sum(jnp.sum(x**2) for x in jax.tree.leaves(w))
+        return good + jnp.where(t == 3, 1e5, 0.0) * jnp.sum(w[leaf])
+
+    with pytest.raises(hg.RangeError, match=rf"velocity\['{leaf}'\] left the range of its fixed-point grid at step 3"):
+        hg.train(loss, WEIGHTS, hg.HeavyBall(0.01), lambda t: t, steps=STEPS)
+
+
+def test_a_decay_out_of_range_names_a_leaf_that_has_it() -> None:
+    def run(high: Any) -> Any:
+        momentum = {"a": 0.5, "b": 0.5, "c": high, "d": high}
+        return hg.train(lambda w, *_: jnp.sum(w["b"]), WEIGHTS, hg.SGD(0.1, momentum), hg.full_batch(0), steps=2).params
+
+    with pytest.raises(Exception, match=r"optimizer.momentum for params\['c'\]` must be in \(0, 1\); got 1.5"):
+        jax.block_until_ready(jax.jit(run)(1.5))
+
+
+class Normed(Optimizer):
+    """v <- m v - g / |g|;  w <- w + a v, which is not what it says of itself."""
+
+    learning_rate: Any = 0.1
+    momentum: Any = 0.9
+    entrywise = True
+
+    chain = (
+        Link("velocity", lambda h, z, g: -g / (1 + jnp.linalg.norm(g)), decay="momentum"),
+        Link("params", lambda h, z: h.learning_rate * z.velocity),
+    )
+
+
+class Centered(hg.optimizers.transform.Transformed):
+    """g <- g - mean(g), leaf by leaf."""
+
+    entrywise_transform = True
+
+    @staticmethod
+    def transform(h: Any, w: Any, g: Any) -> Any:
+        return [x - jnp.mean(x) for x in g]
+
+
+class Summed(Normed):
+    """A link of another shape than the parameters."""
+
+    chain = (
+        Link("velocity", lambda h, z, g: -jnp.sum(g), decay="momentum", start=lambda w: jnp.zeros((), w.dtype)),
+        Link("params", lambda h, z: h.learning_rate * z.velocity),
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (
+            Normed(),
+            "Normed declares that it works entry by entry, but the increment of link `velocity` depends on what else",
+        ),
+        (Summed(), "Summed declares that it works entry by entry, but the increment of link `velocity` depends"),
+        (Centered(hg.SGD(0.1)), "Centered .* what it makes of a gradient depends on what else is in the leaf.*a mean over"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_a_rule_that_only_says_so_is_told(optimizer: Optimizer, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        hg.testing.check_optimizer(optimizer)
