@@ -45,7 +45,7 @@ def numerator(ratio: Array, denominator: int) -> Array:
 
 
 def known_numerator(rho: np.ndarray, denominator: int) -> np.ndarray:
-    """`numerator(to_ratio(rho, ..))` of numbers at hand, without a program: float [...] -> int64 [...]."""
+    """`numerator(to_ratio(rho, ..))` of numbers at hand, without a program: float [...], not infinite -> int64 [...]."""
     n = np.nan_to_num(np.round(rho * rho.dtype.type(denominator)))
     return np.clip(n, smallest_numerator(denominator), denominator).astype(np.int64)
 
