@@ -149,9 +149,7 @@ def test_numerators_out_of_range_are_clipped_so_that_division_stays_defined():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@hypothesis.given(
-    rho=hnp.arrays(np.float64, 20, elements=st.floats(-0.5, 1.5) | st.sampled_from([np.nan, 0.0, 1.0]))
-)
+@hypothesis.given(rho=hnp.arrays(np.float64, 20, elements=st.floats(-0.5, 1.5) | st.sampled_from([np.nan, 0.0, 1.0])))
 @hypothesis.settings(deadline=None, max_examples=40)
 def test_a_numerator_known_beforehand_is_that_of_the_program(dtype: type, rho: np.ndarray) -> None:
     with jax.enable_x64(True):

@@ -43,9 +43,8 @@ class Measured:
 @dataclasses.dataclass(frozen=True)
 class Limits:
     rounds: int = 5
-    # A run that would take more is made with half as many steps, or a quarter, and so on. An opponent sits out the rounds
-    # for which it has no such time left, all of its runs counted.
-    seconds: float = 15.0
+    seconds: float = 15.0  # a run that would take more is made with half as many steps, or a quarter, and so on
+    total: float = 15.0  # of all runs of one opponent: it sits out the rounds for which it has no such time left
     bytes: float = 3e9  # the same for a run that would need more
 
 
@@ -73,7 +72,7 @@ def measure(
     compare(task, roads, rows, [result for _, result in results], tolerance)
     for _ in range(limits.rounds):
         for row, run, (once, _) in zip(rows, runs, results, strict=True):
-            if row.kind in ("ours", "exact") or once <= min(unit.values()) or sum(row.seconds) + once <= limits.seconds:
+            if row.kind in ("ours", "exact") or once <= min(unit.values()) or sum(row.seconds) + once <= limits.total:
                 row.seconds.append(_timed(run)[0])
     for row, (once, _) in zip(rows, results, strict=True):
         row.seconds = row.seconds or [once]  # too slow to be run again

@@ -152,7 +152,7 @@ def transformer(config: Config) -> dict[str, Any]:
     task = task._replace(learning_rate=0.01)
     wanted = ("plain training, scan", "hg.Reversible, scan", "sqrt-remat", "equinox, 8 states", "replay tree, 4-ary")
     statistic = jax.devices()[0].memory_stats() or {}
-    limits = Limits(1, config.seconds, config.fraction * statistic.get("bytes_limit", 5e9))
+    limits = Limits(1, config.seconds, bytes=config.fraction * statistic.get("bytes_limit", 5e9))
     rows = measure(task, [road for road in roads.ROADS if road.name in wanted], limits, show=print)
     for row in rows:
         print(line(row))

@@ -29,6 +29,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="instead of the workload's own number")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=15.0, help="of one run; longer ones take fewer steps")
+    parser.add_argument(
+        "--total", type=float, default=15.0, help="seconds of all runs of one opponent; slow ones sit out rounds"
+    )
     parser.add_argument("--only", nargs="*", choices=[road.name for road in roads.ROADS], help="beside plain training")
     arguments = parser.parse_args()
     workload = WORKLOADS[arguments.workload]
@@ -42,7 +45,7 @@ def main() -> None:
         chosen = [road for road in roads.ROADS if road.kind == "plain" or road.name in arguments.only]
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {workload.title}, {arguments.optimizer}, {task.steps}")
     print(f"{'':46s} {'steps':>6s} {'x plain':>8s} {'seconds':>9s} {'MiB':>9s}")
-    for row in measure(task, chosen, Limits(arguments.rounds, arguments.seconds)):
+    for row in measure(task, chosen, Limits(arguments.rounds, arguments.seconds, arguments.total)):
         print(line(row), flush=True)
 
 

@@ -36,7 +36,8 @@ from experiments.benchmarks.workloads import WORKLOADS
 class Config:
     parts: tuple[str, ...] = ()  # all of them
     rounds: int = 5
-    seconds: float = 15.0  # of one run: longer ones take fewer steps, and opponents that are slow take part in fewer rounds
+    seconds: float = 15.0  # of one run: longer ones take fewer steps
+    total: float = 15.0  # seconds of all runs of one opponent: those that are slow take part in fewer rounds
     bytes: float = 3e9  # the same for memory
     powers: tuple[int, ...] = (4, 6, 8, 10, 12)  # of two: the numbers of steps of the curves
     options: bool = False  # opponents compiled with our options too, in all parts; else in those of the dense networks
@@ -46,7 +47,7 @@ class Config:
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.rounds, self.seconds, self.bytes)
+        return Limits(self.rounds, self.seconds, self.total, self.bytes)
 
 
 Numbers = dict[str, Any]

@@ -15,7 +15,7 @@ from typing import Any
 import tyro
 
 from experiments import _record
-from experiments.benchmarks import starting
+from experiments.benchmarks import performance, starting
 from experiments.benchmarks.workloads import WORKLOADS
 from experiments.report import copy_small
 
@@ -163,8 +163,11 @@ def table(header: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> str:
 def provenance(record: Record) -> str:
     versions, numbers = record["versions"], record["numbers"]
     machine, rounds = numbers["machine"], numbers.get("rounds", record["config"]["rounds"])
+    defaults = dataclasses.asdict(performance.Config())
+    given = {name: record["config"].get(name, defaults[name]) for name in ("seconds", "total")}
+    options = "".join(f" --{name} {value:g}" for name, value in given.items() if value != defaults[name])
     return (
-        f"`python -m experiments.benchmarks.performance --parts {record['experiment']}`, {rounds} rounds: "
+        f"`python -m experiments.benchmarks.performance --parts {record['experiment']}{options}`, {rounds} rounds: "
         f"{machine['processor']}, {record['cores']} cores, Python {versions['python']}, jax {versions['jax']}, jaxlib "
         f"{versions['jaxlib']}, equinox {machine['equinox']}."
     )

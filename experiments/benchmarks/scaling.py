@@ -33,7 +33,7 @@ def scale(powers: Sequence[int], rounds: int) -> dict[str, Any]:
     for power in powers:
         task = network(2**power)
         sizes = laws.sizes(task)
-        for row in measure(task, chosen, Limits(rounds, seconds=1e3, bytes=1e10)):
+        for row in measure(task, chosen, Limits(rounds, seconds=1e3, total=1e3, bytes=1e10)):
             law = laws.LAWS[row.name]
             values = {
                 "steps": task.steps,
