@@ -207,7 +207,10 @@ def start(rule: Rule, values: Values, capacity: dict[str, int | None]) -> Exact:
 
 
 def returned(rule: Rule, values: Values, end: Exact) -> Array:
-    """Per link and leaf, whether `end` is exactly the state that `start` makes: bool [links, leaves]. The certificate."""
+    """Per link and leaf, whether `end` is exactly the state that `start` makes: bool [links, leaves]. The certificate.
+
+    Leaves of one vector share a flag, so the first of them is named; `check_reversal` finds the one.
+    """
     rows = []
     for link in rule.chain:
         back = [same(x, y) for x, y in zip(_on_grid(rule, link, values), end.z[link.name], strict=True)]
