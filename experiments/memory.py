@@ -6,10 +6,9 @@ A step with momentum gamma loses log2(1/gamma) bits of each velocity, and the bu
 at 0.98, against 32 for storing the state in single precision. So the thesis speaks of factors of about 200 and 1,000. Here
 the bits are measured for momenta from 0.5 to 0.999, by running training forward and back (each run is certified).
 
-The bits are not all there is. The buffer begins with 48 bits per parameter (a head of 32, and a slot for the 16 that
-leave it next), and beside it stand the 64-bit integers of parameters and velocity, so the factor in memory depends on the
-number of steps. The table says from how many steps on a factor of 200 or 1,000 holds for what the buffer occupies, its
-beginning included, and for buffer and state together.
+The bits are not all there is. The buffer takes them 16 at a time, in words of 32, and beside it stand the 64-bit integers of
+parameters and velocity, in which the latest bits wait. So the factor in memory depends on the number of steps. The table
+says from how many steps on a factor of 200 or 1,000 holds for what the buffer occupies, and for buffer and state together.
 """
 
 import dataclasses
@@ -29,8 +28,8 @@ from experiments._plots import COLOURS, DASHES, GREY
 
 
 STORED = 32  # bits of a parameter in single precision, stored at each step instead
-HEAD, HALF = 32, 16  # bits per parameter of the head, and of what leaves it at a time
-WORD = 2 * HALF  # the library counts what has left by 32 bits
+HALF = 16  # bits per parameter that go to the buffer at a time
+WORD = 2 * HALF  # the library counts them by 32
 THESIS = {0.9: (0.152, 200), 0.98: (0.029, 1000)}  # momentum -> bits per parameter and step, factor
 STATE = 2 * 64  # bits per parameter of the integers of parameters and velocity
 
@@ -75,17 +74,13 @@ def _target(key: Array, like: Array, t: Array) -> Array:
 
 
 def words(gamma: float, t: Any) -> Any:
-    """32-bit words per parameter that have left the head after t steps: half of one whenever it would be full.
-
-    The bound of a head is about the sum of gamma^-1 .. gamma^-t: its bits are those lost, and log2(1 / (1 - gamma)).
-    """
-    bits = np.asarray(t) * -np.log2(gamma) - np.log2(1 - gamma)
-    return np.ceil(np.ceil(np.maximum(0.0, bits - HEAD) / HALF) / 2)
+    """32-bit words per parameter after t steps: half of one for all 16 bits lost."""
+    return np.ceil(np.floor(np.asarray(t) * -np.log2(gamma) / HALF) / 2)
 
 
 def buffer_bits(gamma: float, t: Any) -> Any:
-    """What the buffer occupies, bits per parameter, with the slot that mirrors the head's low bits."""
-    return HEAD + HALF + WORD * words(gamma, t)
+    """What the buffer occupies, bits per parameter."""
+    return WORD * words(gamma, t)
 
 
 def steps_for(factor: float, gamma: float, beside: float, limit: int = 10**6) -> int:
@@ -105,7 +100,7 @@ class Run(NamedTuple):
     @property
     def occupied(self) -> int:
         """By the buffer, bits per parameter."""
-        return HEAD + HALF + WORD * self.proof.buffer_words
+        return WORD * self.proof.buffer_words
 
 
 def main(config: Config) -> dict[str, Any]:
@@ -137,24 +132,21 @@ def _rows(config: Config, runs: list[Run]) -> list[_record.Row]:
 
     for run in runs:
         gamma, proof = run.momentum, run.proof
-        theory = proof.ideal_bits_per_parameter_step
         recorded, factor = THESIS.get(gamma, (None, None))
         if run.steps == config.steps:
-            head = f"log2(1/momentum) = {theory:.5f}, and a few bits at the beginning"
-            add(f"bits per parameter and step, momentum {gamma:g}", recorded, proof.bits_per_parameter_step, head)
+            why = "rounded there" if recorded else "new"
+            add(f"bits per parameter and step, momentum {gamma:g}", recorded, proof.bits_per_parameter_step, why)
             continue
         add(f"factor in information, momentum {gamma:g}", factor, STORED / proof.bits_per_parameter_step, "rounded there")
         add(f"steps from which on the buffer is {factor:,} times smaller, momentum {gamma:g}", None, run.steps)
         text = f"factor measured after {run.steps:,} steps, momentum {gamma:g}"
-        add(text, None, STORED * run.steps / run.occupied, "new: 32 bits a step over the buffer, its first 48 bits included")
+        add(text, None, STORED * run.steps / run.occupied, "new: 32 bits a step over the buffer")
         text = f"the same for buffer, parameters and velocity, momentum {gamma:g}"
         add(text, None, steps_for(factor, gamma, STATE), "new: from the size of the buffer")
-    excess = max((r.proof.bits_per_parameter_step - r.proof.ideal_bits_per_parameter_step) * r.steps for r in runs)
-    add(
-        "largest excess over theory, bits per parameter, whole run", None, excess, "new: digits of 16 bits in a growing head"
-    )
+    excess = max(abs(r.proof.bits_per_parameter_step - r.proof.ideal_bits_per_parameter_step) * r.steps for r in runs)
+    add("largest difference from theory, bits per parameter, whole run", None, excess, "new: float32 digits of both")
     agree = all(abs(r.proof.buffer_words - words(r.momentum, r.steps)) <= 1 for r in runs)
-    add("words that left the heads, as predicted to one word", None, "in all runs" if agree else "NOT in all runs")
+    add("words, as predicted to one", None, "in all runs" if agree else "NOT in all runs")
     return rows
 
 
@@ -170,10 +162,13 @@ def _picture(runs: list[Run]) -> Any:
     t = np.unique(np.geomspace(10, 1e6, 400).astype(int))
     for i, gamma in enumerate(g for g in (0.9, 0.98, 0.999) if g in gammas):
         style = {"color": COLOURS[i], "linewidth": 1.6}
-        right.plot(t, STORED * t / buffer_bits(gamma, t), linestyle=DASHES[0], label=f"momentum {gamma:g}", **style)
+        begun = t[buffer_bits(gamma, t) > 0]
+        right.plot(
+            begun, STORED * begun / buffer_bits(gamma, begun), linestyle=DASHES[0], label=f"momentum {gamma:g}", **style
+        )
         right.plot(t, STORED * t / (buffer_bits(gamma, t) + STATE), linestyle=DASHES[3], **style)
-        points = [(r.steps, STORED * r.steps / r.occupied) for r in runs if r.momentum == gamma]
-        right.plot(*zip(*points, strict=True), "o", color=COLOURS[i], markersize=5)
+        points = [(r.steps, STORED * r.steps / r.occupied) for r in runs if r.momentum == gamma and r.occupied]
+        right.plot(*np.reshape(points, (-1, 2)).T, "o", color=COLOURS[i], markersize=5)
     for factor in (200, 1000):
         right.axhline(factor, **_plots.THESIS)
         right.annotate(f"{factor:,}", (12, factor * 1.08), fontsize=8)

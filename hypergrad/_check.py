@@ -12,6 +12,7 @@ from hypergrad._train import set_up
 from hypergrad.adjoints import Reversible
 from hypergrad.adjoints.reversible import settled_driver
 from hypergrad.errors import OK
+from hypergrad.exact import Scaled
 from hypergrad.loop.forward import in_order, train_step
 from hypergrad.loop.problem import Inputs, Problem, begun, intact, join_steps, schedules, split, turns_of
 from hypergrad.loop.status import assess, most_words
@@ -32,11 +33,11 @@ class Certificate(NamedTuple):
 
     exact: bool  # every link back on its initial bits, every buffer empty
     first_mismatch: Mismatch | None
-    bits_per_parameter_step: float  # stored: spilled words, and the part of the heads that digits of any kind could need
+    bits_per_parameter_step: float  # lost by decays and kept: in words, and what waits to become one
     ideal_bits_per_parameter_step: float  # mean of log2(1/decay)
     max_abs: float  # largest magnitude of any link at any step
     buffer_words: int  # 32-bit words per parameter spilled
-    content_bits_per_parameter_step: float  # the mean length of the integers that came to be stored, a part of the above
+    content_bits_per_parameter_step: float  # of the above, what is in buffers: words, and the mean length of heads
 
 
 def check_reversal(
@@ -124,8 +125,8 @@ def _content(problem: Problem, inputs: Inputs, plan: Any, end: Exact) -> Any:
     total: Any = 0.0
     for rule, link, _ in problem.links(inputs.h):
         if link.decay:
-            rows = zip(inputs.values[link.name], end.buffers[link.name], plan[link.name], strict=True)
-            total += sum(x.size * rule.buffer.length(buffer, s.words) for x, buffer, s in rows)
+            rows = zip(inputs.values[link.name], rule.kept(link), end.buffers[link.name], plan[link.name], strict=True)
+            total += sum(x.size * keep.length(buffer, s.words) for x, keep, buffer, s in rows)
     return total / sum(x.size for x in inputs.values[PARAMS]) / problem.steps
 
 
@@ -144,7 +145,8 @@ def _state_print(problem: Problem, state: Exact) -> Array:
 
 
 def _leaves(rule: Rule, z: list[Any]) -> list[Any]:
-    columns = [rule.layout.split(list(column)) for column in zip(*(jax.tree.leaves(x) for x in z), strict=True)]
+    integers = [jax.tree.leaves(x.z if isinstance(x, Scaled) else x) for x in z]
+    columns = [rule.layout.split(list(column)) for column in zip(*integers, strict=True)]
     return list(zip(*columns, strict=True))
 
 

@@ -1,5 +1,6 @@
 """The inverse law of optimizers on extreme integers: `unstep(step(state, g), g) == state`, bit for bit."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -7,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.exact import DEVICE, Value, Wide, grid_range, schedule
+from hypergrad.exact import WORD_BITS, Buffer, Scaled, Value, Wide, grid_range
 from hypergrad.loop import step as _step
 from hypergrad.loop.problem import join_steps, split_steps
 from hypergrad.optimizers.chain import Link, Optimizer
-from hypergrad.optimizers.expand import compute_dtype, link_fraction_bits, link_numerators, prepared
-from hypergrad.optimizers.layout import separate
+from hypergrad.optimizers.expand import buffers, compute_dtype, link_fraction_bits, link_numerators, prepared
+from hypergrad.optimizers.layout import Layout, separate
 from hypergrad.optimizers.transform import transforms
 
 
@@ -28,11 +29,19 @@ def check_inverse(optimizer: Optimizer, params: Any = None, *, steps: int = 20, 
     come back.
     """
     params = {"w": jnp.zeros((3, 4), jnp.float32)} if params is None else params
-    rule, leaves = _rule_of(optimizer, params), jax.tree.leaves(params)
-    h = prepared(optimizer, params, steps, rule.layout)
+    leaves = jax.tree.leaves(params)
+    layout = separate([x.shape for x in leaves])
+    h = prepared(optimizer, params, steps, layout)
+    rule = _rule_of(optimizer, layout, h, leaves)
     rng = np.random.default_rng(seed)
     with jax.enable_x64(True):
-        plans = {k.name: [schedule(link_numerators(k, hj, steps), k.denominator) for hj in h] for k in rule.chain if k.decay}
+        plans = {
+            k.name: [
+                keep.schedule(link_numerators(k, hj, steps), k.denominator) for keep, hj in zip(rule.kept(k), h, strict=True)
+            ]
+            for k in rule.chain
+            if k.decay
+        }
         words: dict[str, int | None] = {name: max(int(s.words) for s in row) for name, row in plans.items()}
         turns = {name: [s.turns for s in row] for name, row in plans.items()}
         gradients = [jnp.asarray(rng.normal(size=(steps, *x.shape)), x.dtype) for x in leaves]
@@ -49,27 +58,35 @@ def check_inverse(optimizer: Optimizer, params: Any = None, *, steps: int = 20, 
     raise AssertionError("values leave the range of their grids from a fresh start: take smaller hyperparameters to check.")
 
 
-def _rule_of(optimizer: Optimizer, params: Any) -> _step.Rule:
-    leaves, chain = jax.tree.leaves(params), optimizer.chain
+def _rule_of(optimizer: Optimizer, layout: Layout, h: Any, leaves: list[Array]) -> _step.Rule:
+    chain = optimizer.chain
     bits = tuple(tuple(link_fraction_bits(link, x, None) for x in leaves) for link in chain)
     dtypes = tuple(compute_dtype(x) for x in leaves)
     own = tuple(np.dtype(x.dtype) for x in leaves)
-    alone = separate([x.shape for x in leaves])
-    return _step.Rule(chain, bits, dtypes, own, DEVICE, optimizer.linear, not optimizer.linear, alone, transforms(optimizer))
+    keep = buffers(chain, h)
+    return _step.Rule(chain, bits, dtypes, own, keep, optimizer.linear, not optimizer.linear, layout, transforms(optimizer))
 
 
 def _drawn(rng: np.random.Generator, rule: _step.Rule, link: Link, like: Any) -> list[Value]:
     """Integers for every leaf of a link: extremes, and as many of ordinary size."""
 
     def draw(x: Value, bits: int) -> Value:
+        if isinstance(x, Scaled):  # as large at the full scale
+            extremes, bits = [int(e / x.factors[0]) if abs(e) > 2**32 else e for e in _EXTREMES], bits - WORD_BITS
+            return x._replace(z=draw_integers(x.z, extremes, bits))
+        return draw_integers(x, _EXTREMES, bits)
+
+    def draw_integers(x: Value, extremes: Sequence[int], bits: int) -> Value:
         ordinary = (rng.normal(size=x.shape) * 2.0**bits).astype(np.int64)
-        z = jnp.asarray(np.where(rng.random(x.shape) < 0.5, rng.choice(_EXTREMES, x.shape), ordinary))
+        z = jnp.asarray(np.where(rng.random(x.shape) < 0.5, rng.choice(extremes, x.shape), ordinary))
         return Wide(z, jnp.asarray(rng.choice(_LOW_EXTREMES, x.shape), jnp.uint32)) if link.wide else z
 
     return [draw(x, bits) for x, bits in zip(like[link.name], rule.bits(link), strict=True)]
 
 
 def _afresh(lost: Array, z: Value, fresh: Value) -> Value:
+    if isinstance(z, Scaled):
+        return z._replace(z=_afresh(lost, z.z, fresh.z))
     chosen = lost if lost.shape == z.shape else lost.any()
     return jax.tree.map(lambda x, y: jnp.where(chosen, y, x), z, fresh)
 
@@ -85,7 +102,8 @@ def _there_and_back(rule: _step.Rule, constant: Any, state: _step.Exact, xs: Any
     """Both ways' traces, and per leaf which entries left the range of a grid on the way there: bool [leaf shape]."""
 
     def trace(state: _step.Exact) -> _Trace:
-        return _Trace(state.z, {name: [b.head for b in row] for name, row in state.buffers.items()})
+        heads = {name: [b.head if isinstance(b, Buffer) else None for b in row] for name, row in state.buffers.items()}
+        return _Trace(state.z, heads)
 
     def forward(carry: Any, x: Any) -> Any:
         (state, lost), (stepped, turns, g) = carry, x
@@ -121,5 +139,9 @@ def _compare(rule: _step.Rule, there: _Trace, back: _Trace) -> None:
                         "increment is not the same function of the same values in both directions: does it read anything "
                         "but h, z and g, or end in a product plus a sum?"
                     )
-                if name in there.heads and (there.heads[name][j][t] != back.heads[name][j][t]).any():
+                if (
+                    name in there.heads
+                    and there.heads[name][j] is not None
+                    and (there.heads[name][j][t] != back.heads[name][j][t]).any()
+                ):
                     raise AssertionError(f"unstep did not undo step {t}: the buffer of link `{name}`, leaf {j}, differs.")

@@ -17,11 +17,12 @@ from hypergrad._report import mask, surface
 from hypergrad.adjoints import Checkpointed, Reversible, Unrolled
 from hypergrad.batches import HostBatches, full_batch
 from hypergrad.errors import Status
-from hypergrad.exact import DEVICE, GMPY2, grid_range, words_needed
+from hypergrad.exact import grid_range
 from hypergrad.loop.problem import Inputs, Labels, Problem, Static
 from hypergrad.loop.step import Rule
 from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link, Optimizer
 from hypergrad.optimizers.expand import (
+    buffers,
     compute_dtype,
     concrete,
     known_numerators,
@@ -126,17 +127,18 @@ def set_up(
     door.check_loss_value(returned if means is None else door.check_evidence(returned, means.values))
     values = door.check_state(optimizer.chain, params, state)
     layout = layout_of(optimizer, params)
-    rule = _rule(optimizer.chain, leaves, layout, adjoint, optimizer.linear, transforms(optimizer))
     values = {name: layout.join(x) for name, x in values.items()}
     h = prepared(optimizer, params, steps, layout)
+    rule = _rule(optimizer.chain, h, leaves, layout, adjoint, optimizer.linear, transforms(optimizer))
     fields = optimizer.layers[-1].hyperparameters()
     words = tuple(_words_known(link, fields.get(str(link.decay)), params, steps) for link in optimizer.chain)
     followers: tuple[Rule, ...] = ()
     if means is not None:
         s = jax.tree.leaves(means.values)
-        followers = (_rule((MEANS,), s, separate([x.shape for x in s]), adjoint),)
+        rates = prepared_statistics(means, steps)
+        followers = (_rule((MEANS,), rates, s, separate([x.shape for x in s]), adjoint),)
         values = {**values, STATISTICS: [x.astype(dtype) for x, dtype in zip(s, followers[0].dtypes, strict=True)]}
-        h, words = h + prepared_statistics(means, steps), (*words, _words_known(MEANS, means.decay, means.values, steps))
+        h, words = h + rates, (*words, _words_known(MEANS, means.decay, means.values, steps))
     x64 = jnp.result_type(float) == jnp.float64
     labels = _labels(rule, followers, len(optimizer.layers) - 1, params, theta, batches, means)
     problem = Problem(
@@ -160,6 +162,7 @@ def set_up(
 
 def _rule(
     chain: tuple[Link, ...],
+    h: list[dict[str, Array]],
     leaves: list[Array],
     layout: Layout,
     adjoint: Any,
@@ -172,7 +175,7 @@ def _rule(
         tuple(tuple(link_fraction_bits(link, x, adjoint.fraction_bits) for x in leaves) for link in chain),
         tuple(compute_dtype(x) for x in leaves),
         tuple(np.dtype(x.dtype) for x in leaves),
-        GMPY2 if adjoint.buffer == "gmpy2" else DEVICE,
+        buffers(chain, h, unbounded=adjoint.buffer == "gmpy2"),
         linear,
         not linear or bool(adjoint.isolate),
         layout,
@@ -270,5 +273,5 @@ def _words_known(link: Link, decay: Any, tree: Any, steps: int) -> int | None:
     if decay is None or not concrete(decay):
         return None
     with jax.ensure_compile_time_eval():
-        distinct = {n.tobytes() for n in known_numerators(link, decay, tree, steps)}
-    return max(words_needed(np.frombuffer(n, np.int64), link.denominator) for n in distinct)
+        distinct = {(n.tobytes(), keep) for n, keep in known_numerators(link, decay, tree, steps)}
+    return max(keep.words_needed(np.frombuffer(n, np.int64), link.denominator) for n, keep in distinct)

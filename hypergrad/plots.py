@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hypergrad.exact import HEAD_BITS, MOMENTUM_DENOMINATOR, WORD_BITS, numerator, schedule
+from hypergrad.exact import DEFERRED, MOMENTUM_DENOMINATOR, WORD_BITS, numerator
 from hypergrad.hypers import natural
 from hypergrad.optimizers.chain import PARAMS
 from hypergrad.schedules import PerStep
@@ -123,7 +123,8 @@ def buffer(decays: Any, steps: int | None = None, ax: Any = None) -> Any:
     """Memory of the information buffer against the step, bits per parameter, and what theory asks for (dashed).
 
     decays: a number, a schedule (array [steps] or `PerStep`), a list of those, or {label: one of those}; numbers need
-    `steps`. Solid: a 32-bit head, the 16-bit words that have left it, the slot for the next. Dashed: sum of log2(1/decay).
+    `steps`. Solid: 16-bit words, where entries share their decay (6 bytes more where each has its own). Dashed: the sum of
+    log2(1/decay); what is not yet a word waits in the integers.
     """
     ax, decays = _axes(ax), natural(decays)
     listed = decays if isinstance(decays, (list, tuple)) else [decays]
@@ -137,10 +138,10 @@ def buffer(decays: Any, steps: int | None = None, ax: Any = None) -> Any:
         name = label if isinstance(label, str) else f"decay {float(rho):g}" if rho.ndim == 0 else "schedule"
         with jax.enable_x64(True):
             n = numerator(jnp.broadcast_to(rho, (steps or len(rho),)), MOMENTUM_DENOMINATOR)
-            turns = schedule(n, MOMENTUM_DENOMINATOR).turns
+            turns = DEFERRED.schedule(n, MOMENTUM_DENOMINATOR).turns
             words, ratio = np.asarray(turns.slot + turns.spills), np.asarray(n) / MOMENTUM_DENOMINATOR
         t = np.arange(1, len(ratio) + 1)
-        ax.plot(t, HEAD_BITS + WORD_BITS * (1 + words), drawstyle="steps-post", label=name, **style)
+        ax.plot(t, WORD_BITS * words, drawstyle="steps-post", label=name, **style)
         ax.plot(t, np.cumsum(-np.log2(ratio)), color=style["color"], linestyle="--", linewidth=1)
     ax.plot([], [], color=_GREY, linestyle="--", linewidth=1, label="sum of log2(1/decay)")
     ax.set(xlabel="training step", ylabel="bits per parameter", ylim=(0, None))

@@ -7,7 +7,7 @@ import pytest
 from tiny import BATCHES, PARAMS, fails, fails_compiled, final, loss, sentence, train
 
 import hypergrad as hg
-from hypergrad.exact import words_needed
+from hypergrad.exact import DEFERRED
 
 
 def trained_with(momentum):
@@ -113,7 +113,7 @@ def test_nan_loss_under_jit_names_the_step():
         jax.jit(lambda theta: train(loss=nan_loss, theta=theta).losses)(-1.0)
 
 
-# momentum 0.01 is 655/2^16: 40 steps lose 40 log2(2^16/655) = 266 bits, a head holds at least 46 and words hold the rest.
+# momentum 0.01 is 655/2^16: 40 steps lose 40 log2(2^16/655) = 266 bits, eight times 32 of them in words.
 MANY, WORDS = 40, 8
 FULL = (f"needs {WORDS} 32-bit words per parameter", f"hg.Reversible(capacity={WORDS})")
 
@@ -123,11 +123,11 @@ def forgetful(momentum, capacity=None):
 
 
 def test_words_of_the_forgetful_run():
-    halves = words_needed(np.full(MANY, round(0.01 * 2**16)), 2**16)
+    halves = DEFERRED.words_needed(np.full(MANY, round(0.01 * 2**16)), 2**16)
     assert -(-halves // 2) == WORDS
 
 
-@pytest.mark.parametrize("capacity", [None, WORDS - 1], ids=["one bit a step", "one word short"])
+@pytest.mark.parametrize("capacity", [None, 0, WORDS - 1], ids=["one bit a step", "no room", "one word short"])
 def test_too_little_capacity_under_jit(capacity):
     with fails_compiled(hg.BufferFullError, *FULL):
         jax.jit(jax.grad(lambda m: forgetful(m, capacity)))(0.01)

@@ -356,7 +356,6 @@ def test_words_on_the_host_are_those_of_the_device(kind):
     spilled = 0
     for name, leaves in device[1].buffers.items():
         for there, here in zip(leaves, host[1].buffers[name], strict=True):
-            assert_equal(here.head, there.head)
             spilled += len(here.stack.words)
             for word, expected_word in zip(here.stack.words, there.stack, strict=False):
                 assert_equal(word, expected_word)

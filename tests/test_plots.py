@@ -116,7 +116,7 @@ def test_the_buffer_grows_as_theory_says() -> None:
     ax = plots.buffer([0.5, 0.9], 640)
     memory, theory = ax.lines[0].get_ydata(), ax.lines[1].get_ydata()
     np.testing.assert_allclose(theory, np.arange(1, 641))
-    assert np.all(memory >= theory) and np.all(memory - theory <= 96)
+    assert np.all(memory <= theory) and np.all(theory - memory <= 16)  # the rest waits in the integers
     assert legend(ax) == ["decay 0.5", "decay 0.9", "sum of log2(1/decay)"]
     learned = hg.unit_interval(hg.PerStep(jnp.linspace(0.5, 0.9, 64)))
     ax = plots.buffer({"learned momentum": learned})

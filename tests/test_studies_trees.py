@@ -38,7 +38,7 @@ def sampler(**options):
     return hg.studies.HypergradientSampler(**{"seed": 0, "meta_optimizer": optax.adam(0.2), **options})
 
 
-def same(a, b, rtol=1e-6):
+def assert_same(a, b, rtol=1e-6):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-5), a, b)
 
@@ -52,7 +52,7 @@ def test_a_tree_follows_its_gradient():
     state = rule.init(learned)
     for trial in study.trials:
         there = hg.studies.suggest_tree(trial, HYPERS)
-        same({k: there[k] for k in learned}, learned, rtol=1e-4)
+        assert_same({k: there[k] for k in learned}, learned, rtol=1e-4)
         assert there["seed"].natural() == 7
         update, state = rule.update(jax.grad(distance)(learned), state)
         learned = optax.apply_updates(learned, update)
@@ -63,9 +63,9 @@ def test_the_first_trial_tries_the_values_given_and_another_start_others():
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     trials = [study.ask() for _ in range(3)]
     first, second, third = (hg.studies.suggest_tree(trial, HYPERS) for trial in trials)
-    same(first, HYPERS)
+    assert_same(first, HYPERS)
     assert not np.allclose(second["rate"].unconstrained.values, third["rate"].unconstrained.values)
-    same(second, hg.studies.suggest_tree(trials[1], HYPERS))  # asked again
+    assert_same(second, hg.studies.suggest_tree(trials[1], HYPERS))  # asked again
     assert second["rate"].unconstrained.values.dtype == jnp.float32 and second["seed"].natural() == 7
 
 
@@ -118,7 +118,7 @@ def test_a_tree_of_another_shape_begins_anew():
     study.optimize(objective, n_trials=3)
     trial = study.ask()
     longer = {**HYPERS, "rate": hg.positive(hg.PerStep(np.full(6, 0.2, np.float32)))}
-    same(hg.studies.suggest_tree(trial, longer), longer)
+    assert_same(hg.studies.suggest_tree(trial, longer), longer)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_key_that_is_neither_in_the_tree_nor_suggested_is_an_error():
 
 def test_a_bare_tree_and_a_trial_without_a_study():
     rates = hg.positive(np.full(3, 0.5, np.float32))
-    same(hg.studies.suggest_tree(optuna.trial.FixedTrial({}), rates), rates)
+    assert_same(hg.studies.suggest_tree(optuna.trial.FixedTrial({}), rates), rates)
     study = optuna.create_study(sampler=sampler())
     trial = study.ask()
     hg.studies.report_gradient(trial, hg.studies.suggest_tree(trial, rates))

@@ -39,9 +39,9 @@ FLAGS = {
     "exclude nondeterministic, no autotuning": "--xla_gpu_exclude_nondeterministic_ops=true --xla_gpu_autotune_level=0",
 }
 
-# Bytes that a step must move per parameter, were each array read and written once: the integers of w and v and the head,
-# each way; a gradient; the word that leaves the head. On the way back, the two cotangents and the product besides.
-FORWARD_BYTES = 2 * (8 + 8 + 4) + 4 + 2
+# Bytes that a step must move per parameter, were each array read and written once: the integers of w and v and
+# a word, each way; a gradient. On the way back, the two cotangents and the product besides.
+FORWARD_BYTES = 2 * (8 + 8 + 2) + 4
 BACKWARD_BYTES = FORWARD_BYTES + 2 * 2 * 4 + 4
 
 

@@ -43,8 +43,8 @@ class Law(NamedTuple):
     def bytes(self, sizes: Sizes, steps: int) -> float:
         grid = 0.0
         if self.integers:
-            # w and v; the head; words that have left it, and their mirror; and as floats w, g and two cotangents.
-            grid = sizes.parameters * (8 * 2 + 4 + 4 * float(memory.words(0.9, steps)) + 2 + 4 * 4)
+            # w and v; the words; and as floats w, g and two cotangents.
+            grid = sizes.parameters * (8 * 2 + 4 * float(memory.words(0.9, steps)) + 4 * 4)
         return grid + self.states(steps) * sizes.state + self.steps(steps) * sizes.step
 
 

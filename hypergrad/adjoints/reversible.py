@@ -18,7 +18,7 @@ from hypergrad._report import current_ledger, mask, probing, surface, trace
 from hypergrad.adjoints.backward import Cotangents, Reversed, reverse
 from hypergrad.adjoints.traced import batched_apart, once
 from hypergrad.errors import OK, REVERSAL, Status
-from hypergrad.exact import PUBLIC_WORD_BITS, WORD_BITS, words_needed
+from hypergrad.exact import PUBLIC_WORD_BITS, WORD_BITS
 from hypergrad.loop import shelf
 from hypergrad.loop.forward import forward
 from hypergrad.loop.problem import Inputs, Problem, begun, intact, schedules, turns_of
@@ -32,8 +32,8 @@ from hypergrad.optimizers.expand import concrete, first_true, link_numerators
 class Reversible:
     """Reverse the run bit for bit and recompute what the derivative needs (thesis, Algorithms 6 and 7).
 
-    Memory: 8 bytes per link and parameter, 6 more per decaying link, log2(1/decay) bits per step, and one step's
-    activations. First derivatives only: for second ones take `Unrolled`.
+    Memory: 8 bytes per link and parameter, log2(1/decay) bits per step (and 6 bytes where each weight has its own decay),
+    and one step's activations. First derivatives only: for second ones take `Unrolled`.
 
     capacity: 32-bit words per parameter for the lost digits; None: exactly as many as needed where the decays are known
     when the program is built, else ceil(steps / 32), one bit a step. fraction_bits: of the parameters' grid; None: 52 for
@@ -174,7 +174,7 @@ def _forward_pass(problem: Problem, capacity: tuple[Any, ...] | None, inputs: In
         shelves = {name: [shelf.Shelf() for _ in leaves] for name, leaves in plan.items()}
         pause, capacity = shelf.keep(plan, shelves), None
         end, losses, magnitudes = forward(problem, inputs, state, shelf.unslotted(turns_of(plan)), pause)
-        end = shelf.shelved(end, shelves)
+        end = shelf.shelved(end, plan, shelves)
     else:
         end, losses, magnitudes = forward(problem, inputs, state, turns_of(plan))
     outcome = problem.beside(_outcome, inputs.values, inputs.h, plan, end.z, losses, magnitudes, static=(capacity,))
@@ -259,7 +259,7 @@ def _capacities(problem: Problem, h: Any, capacity: int | None) -> dict[str, int
     at_least = own * ledger.capacity if (ledger := current_ledger()) else 0
     guess = lambda link: max(math.ceil(problem.steps * link.bits_a_step / WORD_BITS), at_least)  # noqa: E731  until told
     result = {}
-    for (_, link, part), known in zip(problem.links(h), problem.words, strict=True):
+    for (rule, link, part), known in zip(problem.links(h), problem.words, strict=True):
         if link.decay and problem.shelved:
             result[link.name] = shelf.CAPACITY
         elif link.decay and capacity is not None:
@@ -267,12 +267,15 @@ def _capacities(problem: Problem, h: Any, capacity: int | None) -> dict[str, int
         elif link.decay and known is not None:
             result[link.name] = known
         elif link.decay:
-            result[link.name] = max(_exact_words(problem, link, hj) for hj in part) if concrete(h) else guess(link)
+            exact = (
+                [_exact_words(problem, link, *row) for row in zip(rule.kept(link), part, strict=True)] if concrete(h) else []
+            )
+            result[link.name] = max(exact, default=guess(link))
     return result
 
 
-def _exact_words(problem: Problem, link: Any, hj: Any) -> int:
-    return words_needed(np.asarray(link_numerators(link, hj, problem.steps)), link.denominator)
+def _exact_words(problem: Problem, link: Any, keep: Any, hj: Any) -> int:
+    return keep.words_needed(np.asarray(link_numerators(link, hj, problem.steps)), link.denominator)
 
 
 def _is_zero(x: Any) -> bool:

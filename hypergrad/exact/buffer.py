@@ -1,4 +1,6 @@
-"""Exactly reversible multiplication by n/d (thesis, Algorithm 7) with an information buffer on the device.
+"""Exactly reversible multiplication by n/d (thesis, Algorithm 7) with an information buffer on the device, at every step.
+
+For decays of which each weight has its own; one that a whole leaf shares can wait (exact/deferred.py).
 
 Invariant: `divide_by(*multiply_by(buffer, c, ...), ...) == (buffer, c)`, bit for bit.
 
@@ -36,7 +38,7 @@ PUBLIC_WORD_BITS = 32  # what users count words by
 class Turn(NamedTuple):
     """What a step must know beforehand: scalars, or arrays with a leading step axis."""
 
-    n: Array  # int64, the leaf's smallest numerator: all of them where the decay is a scalar
+    n: Array  # int64, the leaf's smallest numerator
     spills: Array  # bool, whether a word leaves the heads
     slot: Array  # int32, the number of words spilled before
     step: Array | int = 0  # int32; the same for the whole batch under vmap, whatever else differs
@@ -132,9 +134,9 @@ def _mirror(buffer: Buffer, turn: Turn) -> Buffer:
 class Schedule(NamedTuple):
     """When the buffer of one leaf spills, and what it holds at the end."""
 
-    turns: Turn  # arrays [steps]
+    turns: Any  # `Turn` or `Deferral`, of arrays [steps]
     words: Array  # int32 []: words spilled per parameter
-    bound: Array  # int64 []: the largest value a head can hold at the end
+    held: Array  # float []: bits that wait to become words
 
 
 def schedule(n: Array, denominator: int) -> Schedule:
@@ -145,7 +147,8 @@ def schedule(n: Array, denominator: int) -> Schedule:
         return (bound, slot), Turn(n, spills, carry[1])
 
     (bound, words), turns = jax.lax.scan(body, (jnp.int64(0), jnp.int32(0)), n)
-    return Schedule(turns._replace(step=jnp.arange(n.shape[0], dtype=jnp.int32)), words, bound)
+    held = jnp.log2(bound.astype(jnp.float32) + 1)
+    return Schedule(turns._replace(step=jnp.arange(n.shape[0], dtype=jnp.int32)), words, held)
 
 
 def words_needed(n: np.ndarray, denominator: int) -> int:

@@ -2,8 +2,8 @@
 
 Invariant: `divide_by(*multiply_by(buffer, c, ...), ...) == (buffer, c)`, for any integers n, d >= 1 and any c.
 
-The reference for the buffer on the device: the algorithm as printed, without schedule, capacity or word size. It equals
-the device buffer bit for bit until the first spill (after it, a device head lacks its low digits). Host only.
+The reference for the buffers on the device: the algorithm as printed, without capacity or word size. It equals the stack of
+words bit for bit, and heads with words until the first spill (after it, a device head lacks its low digits). Host only.
 """
 
 import dataclasses
@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hypergrad.exact.limbs import LOW_BITS, Value, Wide
+from hypergrad.exact.buffer import WORD_BITS
+from hypergrad.exact.deferred import Deferral
+from hypergrad.exact.limbs import LOW_BITS, Scaled, Value, Wide
 
 
 @jax.tree_util.register_static
@@ -62,6 +64,20 @@ def divide_by(buffer: Digits, c: Value, n: Any, denominator: int, turn: Any = No
     v = v * d + i % d
     i = i // d
     return Digits(_as_objects(i)), _as_int64(v, c)
+
+
+def multiply_waiting(buffer: Digits, x: Scaled, n: Any, denominator: int, turn: Deferral) -> tuple[Digits, Scaled]:
+    """The same for a decay that waits (exact/deferred.py): by 1/2^16, at the steps where the device gives up a word."""
+    del n, denominator
+    buffer, z = multiply_by(buffer, x.z, 1, 2**WORD_BITS) if turn.spills else (buffer, x.z)
+    return buffer, Scaled(z, turn.after)
+
+
+def divide_waiting(buffer: Digits, x: Scaled, n: Any, denominator: int, turn: Deferral) -> tuple[Digits, Scaled]:
+    """The inverse of `multiply_waiting`."""
+    del n, denominator
+    buffer, z = divide_by(buffer, x.z, 1, 2**WORD_BITS) if turn.spills else (buffer, x.z)
+    return buffer, Scaled(z, turn.before)
 
 
 def _big(x: Any) -> np.ndarray:

@@ -4,12 +4,15 @@ Invariant: `encode(-x) == -encode(x)`, and integers of the grid add and subtract
 as every magnitude stays below `2^RANGE_BITS` (then no sum of two of them can wrap).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.exact.limbs import LOW_BITS, Value, Wide, wide
+from hypergrad.exact.limbs import LOW_BITS, Scaled, Value, Wide, wide
+from hypergrad.exact.ratio import nearest
 
 
 RANGE_BITS = 62
@@ -40,11 +43,14 @@ def decode(z: Value, fraction_bits: int, dtype: np.dtype) -> Array:
 
     Scaled in float64 because XLA's CPU kernels for sums and maxima pull a last multiplication in, constant and all.
     """
+    unit: Any = 2.0**-fraction_bits
+    if isinstance(z, Scaled):
+        z, unit = z.z, z.factors[0] * unit
     if isinstance(z, Wide):
         x = z.high.astype(jnp.float64) + z.low.astype(jnp.float64) * 2.0**-LOW_BITS
     else:
         x = z.astype(jnp.float64)
-    return (x * 2.0**-fraction_bits).astype(dtype)
+    return (x * unit).astype(dtype)
 
 
 def widen(z: Array) -> Wide:
@@ -56,10 +62,19 @@ def add(z: Value, increment: Array, fraction_bits: int) -> Value:
     """z + trunc(increment * 2^fraction_bits): int64 [...], float [...] -> int64 [...].
 
     An increment that no grid value can represent gives a value out of range whatever z is, which `largest` then sees:
-    -2^63 for NaN and infinity, 3 * 2^61 for a finite one of 2^62 quanta or more. For `Wide`, 32 bits more are kept.
+    -2^63 for NaN and infinity, 3 * 2^61 for a finite one of 2^62 quanta or more. `Wide` takes 32 bits more. To it and to
+    `Scaled`, whose quanta are coarser, the nearest is added.
     """
     in_range = jnp.abs(increment) < grid_range(fraction_bits)
+    if isinstance(z, Scaled):
+        too_large = (3 * 2.0**61 * z.factors[1]).astype(jnp.int64)
+        lost = jnp.where(jnp.isfinite(increment), too_large, jnp.int64(-(2**63)))
+        return z._replace(z=_added(z.z, _at_scale(z, increment, fraction_bits), fraction_bits, in_range, lost))
     lost = jnp.where(jnp.isfinite(increment), jnp.int64(3 * 2**61), jnp.int64(-(2**63)))
+    return _added(z, increment, fraction_bits, in_range, lost)
+
+
+def _added(z: Value, increment: Array, fraction_bits: int, in_range: Array, lost: Array) -> Value:
     if isinstance(z, Wide):
         z = _sum(z, increment, fraction_bits, 1)
         return Wide(jnp.where(in_range, z.high, lost), z.low)
@@ -68,16 +83,24 @@ def add(z: Value, increment: Array, fraction_bits: int) -> Value:
 
 def subtract(z: Value, increment: Array, fraction_bits: int) -> Value:
     """The inverse of `add` wherever the sum is in range."""
+    if isinstance(z, Scaled):
+        return z._replace(z=subtract(z.z, _at_scale(z, increment, fraction_bits), fraction_bits))
     if isinstance(z, Wide):
         return _sum(z, increment, fraction_bits, -1)
     return z - encode(increment, fraction_bits)
 
 
+def _at_scale(z: Scaled, increment: Array, fraction_bits: int) -> Array:
+    """What the increment is to the integers, in whole quanta where `_sum` does not round."""
+    x = increment * z.factors[1]
+    return x if isinstance(z.z, Wide) else jnp.round(x * 2.0**fraction_bits) * 2.0**-fraction_bits
+
+
 def _sum(z: Wide, x: Array, fraction_bits: int, sign: int) -> Wide:
-    """z +- floor(x * 2^(fraction_bits + 32)); scaling, floor and difference are exact."""
-    scaled = _at_least_float32(x) * 2.0**fraction_bits
-    whole = jnp.floor(scaled)
-    rest = ((scaled - whole) * 2.0**LOW_BITS).astype(jnp.int64)
+    """z +- round(x * 2^(fraction_bits + 32)). All else is exact, whatever a compiler contracts."""
+    quanta = jnp.round(x.astype(jnp.float64) * 2.0 ** (fraction_bits + LOW_BITS))
+    whole = jnp.floor(quanta * 2.0**-LOW_BITS)
+    rest = nearest(quanta - whole * 2.0**LOW_BITS)
     return wide(z.high + sign * whole.astype(jnp.int64), z.low.astype(jnp.int64) + sign * rest)
 
 

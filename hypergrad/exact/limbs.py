@@ -2,8 +2,8 @@
 
 Invariant: `join(*split(c, k), k) == c`, and `times(q, n, remainder(c, q, n)) == c` for `q = over(c, n)`.
 
-A decay by n/d puts a digit of up to d quanta into a value. For a mean of squares that is too much: g^2 has twice the decades
-of g. A second limb moves these quanta 32 bits down.
+A decay by n/d puts a digit of up to d quanta into a value, and one that waits makes quanta coarser by as much. For a mean of
+squares that is too much: g^2 has twice the decades of g. A second limb moves these quanta 32 bits down.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,18 @@ class Wide(NamedTuple):
         return self.high.shape
 
 
-Value = Any  # an int64 array, or `Wide`
+class Scaled(NamedTuple):
+    """z times a scale that the whole leaf shares: integers, and float64 [2], the scale and its inverse."""
+
+    z: "Value"
+    factors: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.z.shape
+
+
+Value = Any  # an int64 array, `Wide`, or either of them `Scaled`
 
 
 def wide(high: Array, low: Array) -> Wide:
@@ -80,4 +91,6 @@ def _int64(x: Array) -> Array:
 
 def same(x: Value, y: Value) -> Array:
     """Entry by entry: bool [...]."""
+    if isinstance(x, Scaled):
+        return same(x.z, y.z)
     return (x.high == y.high) & (x.low == y.low) if isinstance(x, Wide) else x == y

@@ -60,13 +60,13 @@ def divide(x: Array, n: Array) -> tuple[Array, Array]:
     64-bit integer division is not vectorized by processors; a multiplication by 1/n in float64 is. Its relative error is
     below 3 * 2^-53, so the product is off by less than 3/8, and the nearest integer is the quotient or one more.
     """
-    nearest = _nearest(x.astype(jnp.float64) * (1.0 / n.astype(jnp.float64)))
-    rest = x - nearest * n
+    quotient = nearest(x.astype(jnp.float64) * (1.0 / n.astype(jnp.float64)))
+    rest = x - quotient * n
     above = rest < 0
-    return jnp.where(above, nearest - 1, nearest), jnp.where(above, rest + n, rest)
+    return jnp.where(above, quotient - 1, quotient), jnp.where(above, rest + n, rest)
 
 
-def _nearest(x: Array) -> Array:
+def nearest(x: Array) -> Array:
     """The nearest integer, read from the last bits of x + 3 * 2^51: float64 [...] -> int64 [...], |x| < 2^51.
 
     XLA's conversion asks for NaN and both ends of the range, which takes three times as long.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.batches import HostBatches
-from hypergrad.exact import Schedule, behind_branch, schedule
+from hypergrad.exact import Schedule, behind_branch
 from hypergrad.loop import drivers
 from hypergrad.loop.step import Exact, Hypers, Rule, Values, returned, settled, start
 from hypergrad.optimizers.chain import Link
@@ -174,9 +174,12 @@ def _beside(function: Callable[..., Any], problem: Problem, static: tuple[Any, .
 def schedules(problem: Problem, h: Hypers) -> dict[str, list[Schedule]]:
     """When each buffer spills: per decaying link, per leaf."""
     result = {}
-    for _, link, part in problem.links(h):
+    for rule, link, part in problem.links(h):
         if link.decay:
-            result[link.name] = [schedule(link_numerators(link, hj, problem.steps), link.denominator) for hj in part]
+            result[link.name] = [
+                keep.schedule(link_numerators(link, hj, problem.steps), link.denominator)
+                for keep, hj in zip(rule.kept(link), part, strict=True)
+            ]
     return result
 
 

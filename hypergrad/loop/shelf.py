@@ -2,9 +2,10 @@
 
 Invariant: `shelves[link][leaf].words` are the words that the stack on the device would hold, in their order.
 
-With all slots set to 0, the head's mirror (hypergrad/exact/buffer.py) is row 0 of the stack, or row 1 at a step that spills.
-So the word that leaves at step t is in row 1 if step t - 1 spilled too, else in row 0, until step t writes; and the way back
-reads it from row 0. When that happens is known beforehand.
+All slots are set to 0, so that the way back reads each word from row 0. On the way out, a word of `Words` stays there from
+the step that it leaves at until the next one leaves. The mirror of a head (hypergrad/exact/buffer.py) is in row 0, or in row
+1 at a step that spills: the word that leaves at step t is in row 1 if step t - 1 spilled too, else in row 0, until step t
+writes. When that happens is known beforehand.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.exact import DEVICE, Schedule
+from hypergrad.exact import DEFERRED, DEVICE, Schedule, Value, Words
 from hypergrad.loop.drivers import Pause
 from hypergrad.loop.step import Exact, Turns
 
@@ -42,8 +43,11 @@ def keep(plan: dict[str, list[Schedule]], shelves: dict[str, list[Shelf]]) -> Pa
 
     def pause(t: int, state: Exact) -> Exact:
         for name, leaf in _at(spills, t):
-            row = int(t > 0 and spills[name][leaf][t - 1])
-            shelves[name][leaf].words.append(np.asarray(_row(state.buffers[name][leaf].stack, row)))
+            buffer, past = state.buffers[name][leaf], spills[name][leaf][:t]
+            if isinstance(buffer, Words) and not past.any():
+                continue  # the first word is only now to leave
+            row = 0 if isinstance(buffer, Words) else int(past[-1:].any())
+            shelves[name][leaf].words.append(np.asarray(_row(buffer.stack, row)))
         return state
 
     return Pause(_steps(spills), pause)
@@ -65,8 +69,12 @@ def bring(plan: dict[str, list[Schedule]], shelves: dict[str, list[Shelf]]) -> P
     return Pause(_steps(spills), pause)
 
 
-def shelved(end: Exact, shelves: dict[str, list[Shelf]]) -> Exact:
-    """The state with its words on the shelf, to be kept until the way back."""
+def shelved(end: Exact, plan: dict[str, list[Schedule]], shelves: dict[str, list[Shelf]]) -> Exact:
+    """The state with its words on the shelf, the last ones too, to be kept until the way back."""
+    for name, leaves in _spills(plan).items():
+        for leaf, spills in enumerate(leaves):
+            if isinstance(end.buffers[name][leaf], Words) and spills.any():
+                shelves[name][leaf].words.append(np.asarray(_row(end.buffers[name][leaf].stack, 0)))
     return end._replace(
         buffers={
             name: [b._replace(stack=s) for b, s in zip(leaves, shelves[name], strict=True)]
@@ -78,8 +86,12 @@ def shelved(end: Exact, shelves: dict[str, list[Shelf]]) -> Exact:
 def unshelved(end: Exact) -> tuple[Exact, dict[str, list[Shelf]]]:
     """The inverse of `shelved`."""
     shelves = {name: [b.stack for b in leaves] for name, leaves in end.buffers.items()}
-    empty = lambda head: DEVICE.empty(head.shape, CAPACITY).stack  # noqa: E731
-    buffers = {name: [b._replace(stack=empty(b.head)) for b in leaves] for name, leaves in end.buffers.items()}
+
+    def empty(buffer: Any, z: Value) -> Any:
+        kind = DEFERRED if isinstance(buffer, Words) else DEVICE
+        return buffer._replace(stack=kind.empty(z.shape, CAPACITY).stack)
+
+    buffers = {name: list(map(empty, leaves, end.z[name])) for name, leaves in end.buffers.items()}
     return end._replace(buffers=buffers), shelves
 
 

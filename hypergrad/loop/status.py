@@ -82,13 +82,13 @@ def most_words(plan: dict[str, list[Schedule]]) -> Array:
 
 
 def _bits(problem: Problem, values: Values, h: Hypers, plan: dict[str, list[Schedule]]) -> tuple[Any, Any]:
-    """Per parameter and step, over all that decays: stored (words and the part of the head in use), log2(1/rho)."""
+    """Per parameter and step, over all that decays: kept (words, and what waits to become one), log2(1/rho)."""
     stored = ideal = jnp.float32(0)
     parameters = sum(x.size for x in values["params"])
     for _, link, part in problem.links(h):
         for j, s in enumerate(plan.get(link.name, ())):
             weight = values[link.name][j].size / parameters
             rho = part[j][link.decay].astype(jnp.float32)
-            stored += weight * (WORD_BITS * s.words + jnp.log2(s.bound.astype(jnp.float32) + 1)) / problem.steps
+            stored += weight * (WORD_BITS * s.words + s.held) / problem.steps
             ideal += weight * jnp.mean(-jnp.log2(rho))
     return stored, ideal

@@ -9,14 +9,15 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from hypergrad.exact import (
+    Deferral,
     InformationBuffer,
-    Turn,
     Value,
     add,
     behind_branch,
@@ -34,7 +35,7 @@ from hypergrad.optimizers.transform import Transform
 
 Hypers = list[dict[str, Array]]  # one dict per parameter leaf: what increments read as `h`
 Values = dict[str, list[Any]]  # link name -> per parameter leaf, floats or grid values
-Turns = dict[str, list[Turn]]  # decaying link -> what each leaf's buffer must know at this step
+Turns = dict[str, list[Any]]  # decaying link -> what each leaf's buffer must know at this step
 
 
 class Exact(NamedTuple):
@@ -52,7 +53,7 @@ class Rule:
     fraction_bits: tuple[tuple[int, ...], ...]  # per link, per leaf
     dtypes: tuple[np.dtype, ...]  # of accumulators and updates, per leaf
     param_dtypes: tuple[np.dtype, ...]
-    buffer: InformationBuffer
+    buffers: tuple[tuple[InformationBuffer | None, ...], ...]  # per link, per leaf: what its decay loses goes there
     linear: bool  # as `Optimizer.linear`; if not, floats are computed `isolated`
     isolate: bool  # whether the gradient of the loss is; always, if not linear
     layout: Layout  # which parameter leaves are one "leaf" here
@@ -60,6 +61,9 @@ class Rule:
 
     def bits(self, link: Link) -> tuple[int, ...]:
         return self.fraction_bits[self.chain.index(link)]
+
+    def kept(self, link: Link) -> tuple[Any, ...]:
+        return self.buffers[self.chain.index(link)]
 
     @property
     def leaves(self) -> range:
@@ -162,11 +166,21 @@ def increments(rule: Rule, link: Link, z: Values, h: Hypers, turns: Turns, g: li
 
 
 def computed(rule: Rule, turns: Turns, function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), `isolated` unless the rule is linear.
+    """function(*args), `isolated` where compilers could contract it in more ways than one."""
+    return function(*args) if rule.linear or _only_products(function, *args) else isolated(turns, function, *args)
 
-    Linear rules go without: their increments are single products.
-    """
-    return function(*args) if rule.linear else isolated(turns, function, *args)
+
+def _only_products(function: Callable[..., Any], *args: Any) -> bool:
+    """Whether nothing is summed but scalars: a product has the same bits wherever it is computed."""
+    arrays, rest = eqx.partition(args, eqx.is_array)
+    program = jax.make_jaxpr(lambda a: function(*eqx.combine(a, rest)))(jax.eval_shape(lambda a: a, arrays))
+    return all(
+        e.primitive.name in _PRODUCTS or (e.primitive.name in ("add", "sub") and not e.outvars[0].aval.shape)
+        for e in program.jaxpr.eqns
+    )
+
+
+_PRODUCTS = {"mul", "neg", "square", "integer_pow", "broadcast_in_dim", "reshape", "convert_element_type"}
 
 
 def isolated(turns: Turns, function: Callable[..., Any], *args: Any) -> Any:
@@ -183,7 +197,7 @@ def advance(rule: Rule, link: Link, state: Exact, h: Hypers, turns: Turns, updat
     for j in rule.leaves:
         if link.decay:
             n, turn = _numerator(link, h[j], turns[link.name][j]), turns[link.name][j]
-            buffers[j], z[j] = rule.buffer.multiply_by(buffers[j], z[j], n, link.denominator, turn)
+            buffers[j], z[j] = rule.kept(link)[j].multiply_by(buffers[j], z[j], n, link.denominator, turn)
         z[j] = add(z[j], updates[j], rule.bits(link)[j])
     return _replaced(state, link, z, buffers)
 
@@ -195,14 +209,18 @@ def retreat(rule: Rule, link: Link, state: Exact, h: Hypers, turns: Turns, updat
         z[j] = subtract(z[j], updates[j], rule.bits(link)[j])
         if link.decay:
             n, turn = _numerator(link, h[j], turns[link.name][j]), turns[link.name][j]
-            buffers[j], z[j] = rule.buffer.divide_by(buffers[j], z[j], n, link.denominator, turn)
+            buffers[j], z[j] = rule.kept(link)[j].divide_by(buffers[j], z[j], n, link.denominator, turn)
     return _replaced(state, link, z, buffers)
 
 
 def start(rule: Rule, values: Values, capacity: dict[str, int | None]) -> Exact:
     """The state that holds these floats and has lost nothing yet."""
     z = {link.name: _on_grid(rule, link, values) for link in rule.chain}
-    buffers = {k.name: [rule.buffer.empty(x.shape, capacity[k.name]) for x in z[k.name]] for k in rule.chain if k.decay}
+    buffers = {
+        link.name: [keep.empty(x.shape, capacity[link.name]) for keep, x in zip(rule.kept(link), z[link.name], strict=True)]
+        for link in rule.chain
+        if link.decay
+    }
     return Exact(z, buffers)
 
 
@@ -215,7 +233,8 @@ def returned(rule: Rule, values: Values, end: Exact) -> Array:
     for link in rule.chain:
         back = [same(x, y) for x, y in zip(_on_grid(rule, link, values), end.z[link.name], strict=True)]
         if link.decay:
-            back = [s & rule.buffer.is_empty(b) for s, b in zip(back, end.buffers[link.name], strict=True)]
+            buffers = zip(rule.kept(link), end.buffers[link.name], strict=True)
+            back = [s & keep.is_empty(b) for s, (keep, b) in zip(back, buffers, strict=True)]
         rows.append(jnp.stack(rule.layout.spread([s.all() for s in back])))
     return jnp.stack(rows)
 
@@ -223,14 +242,13 @@ def returned(rule: Rule, values: Values, end: Exact) -> Array:
 def _on_grid(rule: Rule, link: Link, values: Values) -> list[Value]:
     # `add` to zero, not `encode`: it marks what no grid value can represent.
     zero = lambda x: widen(jnp.zeros(x.shape, jnp.int64)) if link.wide else jnp.zeros(x.shape, jnp.int64)  # noqa: E731
-    return [add(zero(x), x, b) for x, b in zip(values[link.name], rule.bits(link), strict=True)]
+    held = [keep.hold if keep else lambda z: z for keep in rule.kept(link)]
+    return [add(hold(zero(x)), x, b) for hold, x, b in zip(held, values[link.name], rule.bits(link), strict=True)]
 
 
-def _numerator(link: Link, h: dict[str, Array], turn: Turn) -> Array:
-    # The scalar comes from the schedule, where XLA cannot see that it is constant: dividing by what it takes for an
-    # unknown is "expensive", so it divides once instead of once per array made from the quotient.
-    rho = h[link.decay]  # type: ignore[index]
-    return numerator(rho, link.denominator) if rho.ndim else turn.n
+def _numerator(link: Link, h: dict[str, Array], turn: Any) -> Array | None:
+    """Of each weight's own decay; one that waits has all that it needs in its turn."""
+    return None if isinstance(turn, Deferral) else numerator(h[link.decay], link.denominator)  # type: ignore[index]
 
 
 def _replaced(state: Exact, link: Link, z: list[Array], buffers: list[Any]) -> Exact:

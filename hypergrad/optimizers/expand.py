@@ -13,7 +13,18 @@ import numpy as np
 from jax import Array
 
 from hypergrad.errors import RangeError, decay_sentence
-from hypergrad.exact import SMALLEST_RATIO, default_fraction_bits, known_numerator, numerator, to_ratio
+from hypergrad.exact import (
+    DEFERRED,
+    DEVICE,
+    GMPY2,
+    GMPY2_DEFERRED,
+    SMALLEST_RATIO,
+    InformationBuffer,
+    default_fraction_bits,
+    known_numerator,
+    numerator,
+    to_ratio,
+)
 from hypergrad.hypers import describe
 from hypergrad.optimizers.chain import Link, Optimizer
 from hypergrad.optimizers.layout import Layout, separate, together
@@ -98,13 +109,28 @@ def link_numerators(link: Link, h: dict[str, Array], steps: int) -> Array:
     return jnp.broadcast_to(n.reshape(n.shape[0], -1).min(axis=1), (steps,))
 
 
-def known_numerators(link: Link, decay: Any, tree: Any, steps: int) -> list[np.ndarray]:
-    """`link_numerators` of a decay whose values are known, without a program: int64 [steps] for every leaf of the tree."""
+def buffers(
+    chain: tuple[Link, ...], h: list[dict[str, Array]], unbounded: bool = False
+) -> tuple[tuple[InformationBuffer | None, ...], ...]:
+    """Where the digits of each link and leaf go, on the device or in integers without bounds."""
+    return tuple(tuple(_buffer(hj[link.decay], unbounded) if link.decay else None for hj in h) for link in chain)
+
+
+def _buffer(rho: Any, unbounded: bool = False) -> InformationBuffer:
+    """A decay that all entries of a leaf share can wait: [steps | 1, ...]."""
+    if rho.size == rho.shape[0]:
+        return GMPY2_DEFERRED if unbounded else DEFERRED
+    return GMPY2 if unbounded else DEVICE
+
+
+def known_numerators(link: Link, decay: Any, tree: Any, steps: int) -> list[tuple[np.ndarray, InformationBuffer]]:
+    """`link_numerators` of a decay whose values are known, without a program: int64 [steps] for every leaf of the tree, and
+    the buffer that they are of."""
     result = []
     for value, leaf in zip(_broadcast_prefix(str(link.decay), decay, tree), jax.tree.leaves(tree), strict=True):
         rho = np.asarray(value.values if isinstance(value, PerStep) else [value], compute_dtype(leaf))
         n = known_numerator(rho, link.denominator)
-        result.append(np.broadcast_to(n.reshape(n.shape[0], -1).min(axis=1), (steps,)))
+        result.append((np.broadcast_to(n.reshape(n.shape[0], -1).min(axis=1), (steps,)), _buffer(rho)))
     return result
 
 
