@@ -4,8 +4,8 @@
 
 Reversal: the 784-64-64-10 network of the other benchmarks, float32. Hypergradients: float64, a small network. Learning
 curves: the same network on real images, in float64 (where the grid is what differs) and in float32 (where rounding differs
-too); optax gets the rounded decays, or the nominal ones where the table says so. Bits: "stored" is what the schedule of
-spills provides for, "content" the mean length of the integers that the run left in its buffers.
+too); optax gets the rounded decays, or the nominal ones where the table says so. Bits: "stored" counts words and
+what waits to become one, "content" the words alone.
 """
 
 import argparse
