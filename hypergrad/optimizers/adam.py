@@ -26,8 +26,8 @@ class Adam(Optimizer):
     run; eps: outside of the root, as `optax.adam` with eps_root = 0. Each a scalar, a `PerStep`, an array of a parameter's
     shape, or a pytree prefix of the parameters with such leaves. State: {"mean", "square": like params}.
 
-    Quanta (float32 parameters): increments of m are rounded to 2^-32 at worst (2^-48 where each weight has its own b1), those
-    of s to 2^-72, and its decays add noise. That is a standard deviation up to 1.5e-10 in m at b1 = 0.9 and 1.2e-16 in s at
+    Quanta (float32 parameters): increments of m are rounded to 2^-32 at worst (2^-48 where weights have b1 of their own),
+    those of s to 2^-72, and its decays add noise: a standard deviation up to 1.5e-10 in m at b1 = 0.9 and 1.2e-16 in s at
     b2 = 0.999. So s is exact to 1e-6 where |g| is 1e-5 and to 1e-4 where it is 1e-6, once 1/(1 - b2) steps have filled
     it; in the first steps it is smaller than g^2 by c_2, so that gradients of 1e-7 are noise there. What noise takes from s
     below the least that m allows, m^2 (1 - b1^2/b2) (1 - b2) / (1 - b1)^2, is put back, so that no step gets large by it. s
