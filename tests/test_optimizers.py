@@ -263,3 +263,12 @@ def test_chains_that_cannot_be_reversed_are_refused(links: tuple[Link, ...], mes
 def test_an_increment_that_reads_what_it_may_not_says_why(links: tuple[Link, ...], message: str) -> None:
     with pytest.raises(AttributeError, match=message):
         trained(chained(*links)(0.1, 0.9))
+
+
+@pytest.mark.parametrize("rule", [hg.Adam(1e-3), hg.AdamW(1e-3)], ids=["Adam", "AdamW"])
+def test_small_gradients_have_a_square_from_the_first_steps(rule: Any) -> None:
+    """1e-8, whose square times 1 - b2 is 1e-19: quanta that wait for a slow decay would drop it, step after step."""
+    slope, steps = jnp.asarray([1e-8, -3e-8, 1e-6]), 20
+    run = hg.train(lambda w, _, g: jnp.vdot(w, g), jnp.zeros(3), rule, hg.full_batch(slope), steps=steps)
+    rho = round(rule.b2 * 2**16) / 2**16
+    np.testing.assert_allclose(run.state["square"], (1 - rho**steps) * np.square(slope, dtype=np.float64), rtol=0.02)
