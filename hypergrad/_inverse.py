@@ -18,7 +18,7 @@ from hypergrad.optimizers.transform import transforms
 
 
 _EXTREMES = (0, -1, 1, 2**16 - 1, -(2**16), 2**60, -(2**60), 2**61 - 1, -(2**61) + 1)
-_LOW_EXTREMES = (0, 1, 2**16 - 1, 2**31, 2**32 - 1)  # of the low limb of a wide link
+_LOW_EXTREMES = (0, 1, 2**16 - 1, 2**31, 2**46 - 1)  # of the low limb of a wide link
 
 
 def check_inverse(optimizer: Optimizer, params: Any = None, *, steps: int = 20, seed: int = 0) -> None:
@@ -79,7 +79,7 @@ def _drawn(rng: np.random.Generator, rule: _step.Rule, link: Link, like: Any) ->
     def draw_integers(x: Value, extremes: Sequence[int], bits: int) -> Value:
         ordinary = (rng.normal(size=x.shape) * 2.0**bits).astype(np.int64)
         z = jnp.asarray(np.where(rng.random(x.shape) < 0.5, rng.choice(extremes, x.shape), ordinary))
-        return Wide(z, jnp.asarray(rng.choice(_LOW_EXTREMES, x.shape), jnp.uint32)) if link.wide else z
+        return Wide(z, jnp.asarray(rng.choice(_LOW_EXTREMES, x.shape))) if link.wide else z
 
     return [draw(x, bits) for x, bits in zip(like[link.name], rule.bits(link), strict=True)]
 

@@ -32,7 +32,7 @@ from hypergrad.exact.limbs import LOW_BITS
 DENOMINATORS = (2**12, 2**16, 2**24)
 STEPS = 90
 EDGES = [0, -1, 1, 2**16 - 1, 2**16, -(2**16) - 1, 2**45, 2**46 - 1, 1 - 2**46]
-LOW_EDGES = [0, 1, 2**16 - 1, 2**31, 2**32 - 1]
+LOW_EDGES = [0, 1, 2**16 - 1, 2**31, 2**46 - 1]
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def values(wide: bool) -> Scaled:
     if not wide:
         return DEFERRED.hold(jnp.asarray(EDGES))
     high, low = (x.ravel() for x in np.meshgrid(EDGES, LOW_EDGES))
-    return DEFERRED.hold(Wide(jnp.asarray(high), jnp.asarray(low, jnp.uint32)))
+    return DEFERRED.hold(Wide(jnp.asarray(high), jnp.asarray(low)))
 
 
 def integers(z: Any) -> list[int]:
@@ -214,4 +214,4 @@ def test_noise_of_a_second_moment_is_what_the_docstring_says():
     for row in g:
         exact = rho * exact + row
     error = np.asarray(decode(end, 40, jnp.float64)) - exact
-    assert 1e-18 < error.std() < 9e-17
+    assert 1e-22 < error.std() < 5.6e-21

@@ -12,7 +12,7 @@ from hypergrad.exact.limbs import LOW_BITS
 
 
 HIGH = np.array([0, -1, 1, 2**16, -(2**16) - 1, 2**60, -(2**60), 2**61 - 1, -(2**61) + 1])
-LOW = np.array([0, 1, 2**16 - 1, 2**31, 2**32 - 1])
+LOW = np.array([0, 1, 2**16 - 1, 2**31, 2**46 - 1])
 D = 2**16
 STEPS = 70
 N = np.random.default_rng(0).choice([1, 2, 3, 58982, 65470, 65535], STEPS)
@@ -26,7 +26,7 @@ def _x64():
 
 def start() -> Wide:
     high, low = (x.ravel() for x in np.meshgrid(HIGH, LOW))
-    return Wide(jnp.asarray(high), jnp.asarray(low, jnp.uint32))
+    return Wide(jnp.asarray(high), jnp.asarray(low))
 
 
 def integers(c: Wide) -> list[int]:
@@ -57,7 +57,7 @@ def test_multiplication_is_undone_and_is_that_of_long_integers():
     for t in reversed(range(until)):
         reference, value = GMPY2.divide_by(reference, value, N[t], D)
     assert integers(value) == integers(start()) and GMPY2.is_empty(reference).all()
-    assert until > 3 and end.high.dtype == jnp.int64 and end.low.dtype == jnp.uint32
+    assert until > 3 and end.high.dtype == jnp.int64 and end.low.dtype == jnp.int64
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
@@ -66,7 +66,7 @@ def test_sums_are_undone_and_keep_what_a_float_says(dtype):
     c = widen(jnp.arange(8, dtype=jnp.int64) - 4)
     there = add(c, x, 40)
     jax.tree.map(np.testing.assert_array_equal, subtract(there, x, 40), c)
-    np.testing.assert_allclose(decode(add(widen(c.high * 0), x, 40), 40, dtype), x, rtol=1e-6, atol=2.0**-72)
+    np.testing.assert_allclose(decode(add(widen(c.high * 0), x, 40), 40, dtype), x, rtol=1e-6, atol=2.0**-86)
 
 
 def test_what_no_value_can_hold_is_marked_out_of_range():
@@ -75,7 +75,7 @@ def test_what_no_value_can_hold_is_marked_out_of_range():
 
 
 def test_noise_of_a_decay_is_what_the_docstrings_say():
-    """Up to d rho / sqrt(6 (1 - rho^2)) quanta of 2^-72, 1.2e-16 at rho = 0.999; half, as long as the heads are small."""
+    """Up to d rho / sqrt(6 (1 - rho^2)) quanta of 2^-86, 7.7e-21 at rho = 0.999; half, as long as the heads are small."""
     steps, rho = 4000, 65470 / D
     plan = schedule(jnp.full(steps, 65470), D)
 
@@ -87,4 +87,4 @@ def test_noise_of_a_decay_is_what_the_docstrings_say():
     g2 = jnp.asarray(np.random.default_rng(0).uniform(0.5, 1.5, 500) * 1e-13)
     exact = g2 * rho * (1 - rho**steps) / (1 - rho)
     noise = float(jnp.std(decode(run(widen(jnp.zeros(500, jnp.int64))), 40, jnp.float64) - exact))
-    assert 0.3e-16 < noise < 1.3e-16, noise
+    assert 2e-21 < noise < 8e-21, noise

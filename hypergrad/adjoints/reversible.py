@@ -32,8 +32,8 @@ from hypergrad.optimizers.expand import concrete, first_true, link_numerators
 class Reversible:
     """Reverse the run bit for bit and recompute what the derivative needs (thesis, Algorithms 6 and 7).
 
-    Memory: 8 bytes per link and parameter, log2(1/decay) bits per step (and 6 bytes where each weight has its own decay, and
-    10 for a mean of squares), and one step's activations. First derivatives only: for second ones take `Unrolled`.
+    Memory: 8 bytes per link and parameter (16 for a mean of squares), log2(1/decay) bits per step (and 6 bytes where each
+    weight has its own decay), and one step's activations. First derivatives only: for second ones take `Unrolled`.
 
     capacity: 32-bit words per parameter for the lost digits; None: exactly as many as needed where the decays are known
     when the program is built, else ceil(steps / 32), one bit a step. fraction_bits: of the parameters' grid; None: 52 for

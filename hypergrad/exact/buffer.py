@@ -1,6 +1,6 @@
 """Exactly reversible multiplication by n/d (thesis, Algorithm 7) with an information buffer on the device, at every step.
 
-For means of squares, and decays of which each weight has its own; others can wait (exact/deferred.py).
+For decays of which each weight has its own; others wait (exact/deferred.py).
 
 Invariant: `divide_by(*multiply_by(buffer, c, ...), ...) == (buffer, c)`, bit for bit.
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad.exact.buffer import WORD_BITS, Schedule
-from hypergrad.exact.limbs import Scaled, Value, Wide, join, split
+from hypergrad.exact.limbs import Scaled, Value, join, split
 
 
 FULL = 2.0**WORD_BITS  # the scale that nothing has fallen from
@@ -91,9 +91,7 @@ def _put(words: Words, word: Array, turn: Deferral) -> Words:
 
 
 def _either(taken: Array, x: Value, y: Value) -> Value:
-    if isinstance(x, Wide):
-        return Wide(jnp.where(taken, x.high, y.high), jnp.where(taken, x.low, y.low))
-    return jnp.where(taken, x, y)
+    return jax.tree.map(lambda a, b: jnp.where(taken, a, b), x, y)
 
 
 def length(words: Words, spilled: Array) -> Array:

@@ -95,5 +95,5 @@ def _as_objects(x: Any) -> np.ndarray:
 
 def _as_int64(c: Any, like: Value) -> Value:
     if isinstance(like, Wide):
-        return Wide(_as_int64(c // 2**LOW_BITS, like.high), _as_int64(c % 2**LOW_BITS, like.low).astype(jnp.uint32))
+        return Wide(_as_int64(c // 2**LOW_BITS, like.high), _as_int64(c % 2**LOW_BITS, like.low))
     return jnp.asarray(_as_objects(c).astype(np.int64))

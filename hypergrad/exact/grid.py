@@ -55,14 +55,14 @@ def decode(z: Value, fraction_bits: int, dtype: np.dtype) -> Array:
 
 def widen(z: Array) -> Wide:
     """The same value with a second limb; `fraction_bits` counts those of the high one."""
-    return Wide(z, jnp.zeros(z.shape, jnp.uint32))
+    return Wide(z, jnp.zeros(z.shape, jnp.int64))
 
 
 def add(z: Value, increment: Array, fraction_bits: int) -> Value:
     """z + trunc(increment * 2^fraction_bits): int64 [...], float [...] -> int64 [...].
 
     An increment that no grid value can represent gives a value out of range whatever z is, which `largest` then sees:
-    -2^63 for NaN and infinity, 3 * 2^61 for a finite one of 2^62 quanta or more. `Wide` takes 32 bits more. To it and to
+    -2^63 for NaN and infinity, 3 * 2^61 for a finite one of 2^62 quanta or more. `Wide` takes 46 bits more. To it and to
     `Scaled`, whose quanta are coarser, the nearest is added.
     """
     in_range = jnp.abs(increment) < grid_range(fraction_bits)
@@ -97,11 +97,11 @@ def _at_scale(z: Scaled, increment: Array, fraction_bits: int) -> Array:
 
 
 def _sum(z: Wide, x: Array, fraction_bits: int, sign: int) -> Wide:
-    """z +- round(x * 2^(fraction_bits + 32)). All else is exact, whatever a compiler contracts."""
+    """z +- round(x * 2^(fraction_bits + 46)). All else is exact, whatever a compiler contracts."""
     quanta = jnp.round(x.astype(jnp.float64) * 2.0 ** (fraction_bits + LOW_BITS))
     whole = jnp.floor(quanta * 2.0**-LOW_BITS)
     rest = nearest(quanta - whole * 2.0**LOW_BITS)
-    return wide(z.high + sign * whole.astype(jnp.int64), z.low.astype(jnp.int64) + sign * rest)
+    return wide(z.high + sign * whole.astype(jnp.int64), z.low + sign * rest)
 
 
 def largest(x: Array) -> Array:

@@ -3,24 +3,23 @@
 Invariant: `join(*split(c, k), k) == c`, and `times(q, n, remainder(c, q, n)) == c` for `q = over(c, n)`.
 
 A decay by n/d puts a digit of up to d quanta into a value, and one that waits makes quanta coarser by as much. For a mean of
-squares that is too much: g^2 has twice the decades of g. A second limb moves these quanta 32 bits down.
+squares that is too much: g^2 has twice the decades of g. A second limb moves these quanta 46 bits down.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.exact.ratio import divide
 
 
-LOW_BITS = 32
-WIDE_DENOMINATOR = 2**16  # the largest d: a remainder and a low limb, side by side, must stay below 2^48
+WIDE_DENOMINATOR = 2**16  # the largest d
+LOW_BITS = 46  # even, and a low limb times d must stay below 2^63
 
 
 class Wide(NamedTuple):
-    """The integer high * 2^32 + low, |high| <= 2^62: int64 and uint32 arrays of one shape."""
+    """The integer high * 2^46 + low, |high| <= 2^62 and 0 <= low < 2^46: int64 arrays of one shape."""
 
     high: Array
     low: Array
@@ -45,30 +44,29 @@ Value = Any  # an int64 array, `Wide`, or either of them `Scaled`
 
 
 def wide(high: Array, low: Array) -> Wide:
-    """high * 2^32 + low, for a low of any size and sign: int64 [...] twice."""
-    return Wide(high + (low >> LOW_BITS), low.astype(jnp.uint32))
+    """high * 2^46 + low, for a low of any size and sign: int64 [...] twice."""
+    return Wide(high + (low >> LOW_BITS), low & (2**LOW_BITS - 1))
 
 
 def split(c: Value, k: int) -> tuple[Value, Array]:
-    """(c div 2^k, c mod 2^k), k <= 32 for `Wide`."""
+    """(c div 2^k, c mod 2^k), k <= 16 for `Wide`."""
     if not isinstance(c, Wide):
         return c >> k, c & (2**k - 1)
-    digit = _int64(c.low) & (2**k - 1)
-    return Wide(c.high >> k, (((c.high << LOW_BITS) | _int64(c.low)) >> k).astype(jnp.uint32)), digit
+    return Wide(c.high >> k, ((c.high & (2**k - 1)) << (LOW_BITS - k)) | (c.low >> k)), c.low & (2**k - 1)
 
 
 def join(c: Value, digit: Array, k: int) -> Value:
     """c 2^k + digit, 0 <= digit < 2^k: the inverse of `split`."""
     if not isinstance(c, Wide):
         return (c << k) | digit
-    return wide(c.high << k, (_int64(c.low) << k) | digit)
+    return wide(c.high << k, (c.low << k) | digit)
 
 
 def times(c: Value, n: Array, digit: Array) -> Value:
     """c n + digit, 0 <= digit < n."""
     if not isinstance(c, Wide):
         return c * n + digit
-    return wide(c.high * n, _int64(c.low) * n + digit)
+    return wide(c.high * n, c.low * n + digit)
 
 
 def over(c: Value, n: Array, apart: Callable[..., Array]) -> tuple[Value, Array]:
@@ -77,16 +75,16 @@ def over(c: Value, n: Array, apart: Callable[..., Array]) -> tuple[Value, Array]
     if not isinstance(c, Wide):
         return divide(c, n)
     low = apart(_low_quotient, c, n)
-    digit = (_int64(c.low) - _int64(low) * n) & (2**LOW_BITS - 1)
+    digit = (c.low - low * n) & (2**LOW_BITS - 1)
     return Wide(divide(c.high, n)[0], low), digit
 
 
 def _low_quotient(c: Wide, n: Array) -> Array:
-    return divide((divide(c.high, n)[1] << LOW_BITS) | _int64(c.low), n)[0].astype(jnp.uint32)
-
-
-def _int64(x: Array) -> Array:
-    return x.astype(jnp.int64)
+    """By long division, half a limb at a time."""
+    half = LOW_BITS // 2
+    upper, rest = divide((divide(c.high, n)[1] << half) | (c.low >> half), n)
+    lower, _ = divide((rest << half) | (c.low & (2**half - 1)), n)
+    return (upper << half) | lower
 
 
 def same(x: Value, y: Value) -> Array:

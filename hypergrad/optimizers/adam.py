@@ -15,8 +15,9 @@ _SQUARE = Link("square", lambda h, z, g: (1 - h.b2) * (g * g), decay="b2", wide=
 
 
 def _step(h: View, z: View) -> Array:
-    square = jnp.maximum(z.square, h.least * z.mean**2)
-    return -h.learning_rate * (z.mean / h.correct1) / (_root(square / h.correct2) + h.eps)
+    least = h.least * z.mean**2
+    square = jnp.where(z.square > least, z.square, least)
+    return -(h.learning_rate * h.unbias) * z.mean / (_root(square) + h.eps * h.root2)
 
 
 class Adam(Optimizer):
@@ -26,10 +27,10 @@ class Adam(Optimizer):
     run; eps: outside of the root, as `optax.adam` with eps_root = 0. Each a scalar, a `PerStep`, an array of a parameter's
     shape, or a pytree prefix of the parameters with such leaves. State: {"mean", "square": like params}.
 
-    Quanta (float32 parameters): increments of m are rounded to 2^-32 at worst (2^-48 where weights have b1 of their own),
-    those of s to 2^-72, and its decays add noise: a standard deviation up to 1.5e-10 in m at b1 = 0.9 and 1.2e-16 in s at
-    b2 = 0.999. So s is exact to 1e-6 where |g| is 1e-5 and to 1e-4 where it is 1e-6, once 1/(1 - b2) steps have filled
-    it; in the first steps it is smaller than g^2 by c_2, so that gradients of 1e-7 are noise there. What noise takes from s
+    Quanta (float32 parameters): increments of m are rounded to 2^-32 at worst, those of s to 2^-70, which adds up to a
+    standard deviation of 1.5e-10 in m at b1 = 0.9 and of 5.5e-21 in s at b2 = 0.999 (noise as large where weights have
+    their own decays). So s is exact to 1e-6 where |g| is 1e-7 and to 1e-4 where it is 1e-8, once 1/(1 - b2) steps have filled
+    it; in the first steps it is smaller than g^2 by c_2, so that gradients of 1e-9 are noise there. What noise takes from s
     below the least that m allows, m^2 (1 - b1^2/b2) (1 - b2) / (1 - b1)^2, is put back, so that no step gets large by it. s
     is never negative, and may grow to 2^22. Where it is zero, its derivative is taken as zero.
     """
@@ -43,8 +44,8 @@ class Adam(Optimizer):
     entrywise = True
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
-        corrections = {"correct1": _bias_correction(h["b1"], steps), "correct2": _bias_correction(h["b2"], steps)}
-        return {**h, **corrections, "least": _least(h["b1"], h["b2"])}
+        root2 = jnp.sqrt(_bias_correction(h["b2"], steps))
+        return {**h, "unbias": root2 / _bias_correction(h["b1"], steps), "root2": root2, "least": _least(h["b1"], h["b2"])}
 
 
 class AdamW(Adam):

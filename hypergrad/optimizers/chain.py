@@ -35,7 +35,7 @@ class Link(NamedTuple):
     denominator: int = MOMENTUM_DENOMINATOR  # d of rho = n/d, a power of two from 2^12 to 2^24
     may_be_one: bool = False  # whether rho = 1 (nothing decays) makes sense here
     start: Callable[[Array], Array] = jnp.zeros_like  # parameter leaf -> initial value, and so the link's shape
-    wide: bool = False  # two integers a value: 2^8 times the range, 2^-24 times the quantum (for means of squares)
+    wide: bool = False  # two integers a value: 2^8 times the range, 2^-38 times the quantum (for means of squares)
     bits_a_step: float = 1.0  # room in the buffer where the decay is not known beforehand: enough for rho >= 2^-bits
 
 

@@ -113,13 +113,12 @@ def buffers(
     chain: tuple[Link, ...], h: list[dict[str, Array]], unbounded: bool = False
 ) -> tuple[tuple[InformationBuffer | None, ...], ...]:
     """Where the digits of each link and leaf go, on the device or in integers without bounds."""
-    return tuple(tuple(_buffer(link, hj[link.decay], unbounded) if link.decay else None for hj in h) for link in chain)
+    return tuple(tuple(_buffer(hj[link.decay], unbounded) if link.decay else None for hj in h) for link in chain)
 
 
-def _buffer(link: Link, rho: Any, unbounded: bool = False) -> InformationBuffer:
-    """A decay that all entries of a leaf share can wait: [steps | 1, ...]. Not that of squares: it is slow, so that quanta
-    would stay 2^16 times coarser for thousands of steps, and small gradients have no square then."""
-    if rho.size == rho.shape[0] and not link.wide:
+def _buffer(rho: Any, unbounded: bool = False) -> InformationBuffer:
+    """A decay that all entries of a leaf share can wait: [steps | 1, ...]."""
+    if rho.size == rho.shape[0]:
         return GMPY2_DEFERRED if unbounded else DEFERRED
     return GMPY2 if unbounded else DEVICE
 
@@ -131,12 +130,12 @@ def known_numerators(link: Link, decay: Any, tree: Any, steps: int) -> list[tupl
     for value, leaf in zip(_broadcast_prefix(str(link.decay), decay, tree), jax.tree.leaves(tree), strict=True):
         rho = np.asarray(value.values if isinstance(value, PerStep) else [value], compute_dtype(leaf))
         n = known_numerator(rho, link.denominator)
-        result.append((np.broadcast_to(n.reshape(n.shape[0], -1).min(axis=1), (steps,)), _buffer(link, rho)))
+        result.append((np.broadcast_to(n.reshape(n.shape[0], -1).min(axis=1), (steps,)), _buffer(rho)))
     return result
 
 
 def link_fraction_bits(link: Link, leaf: Array, fraction_bits: int | None) -> int:
-    """Of the high limb where the link is wide: 8 less there, and 32 more below it."""
+    """Of the high limb where the link is wide: 8 less there, and 46 more below it."""
     bits = default_fraction_bits(leaf.dtype) if fraction_bits is None else fraction_bits
     return bits - WIDE_RANGE_BITS if link.wide else bits
 

@@ -22,7 +22,7 @@ class RMSProp(Optimizer):
     learning_rate: a; decay: r; momentum: m, both in [2^-16, 1 - 2^-16], used as multiples of 2^-16; eps: inside the root,
     as `optax.rmsprop(a, decay, eps, momentum=m)`: gradients below sqrt(eps) are damped, and nothing divides by zero. Each a
     scalar, a `PerStep`, an array of a parameter's shape, or a pytree prefix of the parameters with such leaves. State:
-    {"square", "velocity": like params}. Decays add noise of up to 1e-17 to s at r = 0.9 and of 1.8e-10 to v at m = 0.9.
+    {"square", "velocity": like params}. Rounding adds up to noise of 6e-22 in s at r = 0.9 and of 1.5e-10 in v at m = 0.9.
 
     Without momentum it has no inverse: the step would read the gradient at the parameters that it leaves.
     """
@@ -42,7 +42,7 @@ class Adagrad(Optimizer):
     learning_rate: a; momentum: m in [2^-16, 1 - 2^-16], used as a multiple of 2^-16; eps: inside the root. As optax's
     `scale_by_rss(0.0, eps)`, learning rate, `trace(m)`; to start the sum elsewhere (`optax.adagrad`: at 0.1), pass `state`
     to `hg.train`. Hyperparameters as for `RMSProp`. State: {"square", "velocity": like params}. The sum loses nothing and
-    needs no buffer; it is rounded to 2^-72 (float32 parameters) and may grow to 2^22.
+    needs no buffer; it is rounded to 2^-86 (float32 parameters) and may grow to 2^22.
 
     Without momentum it has no inverse: the step would read the gradient at the parameters that it leaves.
     """
