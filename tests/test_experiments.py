@@ -23,7 +23,7 @@ from experiments import (
 from experiments.benchmarks import optimizer_family
 
 
-def test_quickstart_learns_and_records(tmp_path, capsys):
+def test_quickstart_learns_and_records(tmp_path, capsys, quick_compilation):
     config = quickstart.Config(meta_steps=2, steps=4, hidden=(4, 3), report_seeds=2, out=tmp_path)
     numbers = quickstart.main(config)
     printed = capsys.readouterr().out

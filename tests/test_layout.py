@@ -76,8 +76,11 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("adjoint", [hg.Reversible(), hg.Unrolled(), hg.Reversible(buffer="gmpy2")], ids=repr)
+@pytest.mark.parametrize(
+    ("adjoint", "name"),
+    [*((hg.Reversible(), name) for name in OPTIMIZERS), (hg.Unrolled(), "adamw"), (hg.Reversible(buffer="gmpy2"), "sgd")],
+    ids=str,
+)
 def test_the_layout_changes_nothing_but_rounding(name: str, adjoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     net = problems.network("layer norm")
     make, params = OPTIMIZERS[name], net.params()
