@@ -4,6 +4,7 @@ A task is the same function for every method: training from the key of its seed,
 batches, then the loss on validation and on test images. `start` is where all of them begin.
 """
 
+import abc
 import functools
 import os
 import pathlib
@@ -25,7 +26,7 @@ def _jit(function: Any) -> Any:
     return jax.jit(function, compiler_options=hg.compiler_options())
 
 
-class Task:
+class Task(abc.ABC):
     """Subclasses give `start` (a tree of domains), `bounds` by its first key, `train`, `losses`, `steps`, `title`."""
 
     title: str
@@ -33,12 +34,12 @@ class Task:
     start: dict[str, Any]
     bounds: dict[str, Bounds]
 
-    def train(self, natural: Any, key: jax.Array) -> Any:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def train(self, natural: Any, key: jax.Array) -> Any: ...
 
+    @abc.abstractmethod
     def losses(self, params: Any) -> tuple[jax.Array, jax.Array]:
         """(validation, test)."""
-        raise NotImplementedError
 
     @functools.cached_property
     def value(self) -> Any:

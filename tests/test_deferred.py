@@ -214,4 +214,4 @@ def test_noise_of_a_second_moment_is_what_the_docstring_says():
     for row in g:
         exact = rho * exact + row
     error = np.asarray(decode(end, 40, jnp.float64)) - exact
-    assert 1e-22 < error.std() < 5.6e-21
+    assert 4e-22 < error.std() < 1.2e-21  # the docstring: up to 5.5e-21, at the coarsest

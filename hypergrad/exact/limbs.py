@@ -15,7 +15,7 @@ from hypergrad.exact.ratio import divide
 
 
 WIDE_DENOMINATOR = 2**16  # the largest d
-LOW_BITS = 46  # even, and a low limb times d must stay below 2^63
+LOW_BITS = 46  # even, to be divided by halves; a low limb times d must stay below 2^63
 
 
 class Wide(NamedTuple):

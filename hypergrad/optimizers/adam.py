@@ -15,6 +15,7 @@ _SQUARE = Link("square", lambda h, z, g: (1 - h.b2) * (g * g), decay="b2", wide=
 
 
 def _step(h: View, z: View) -> Array:
+    # Numerator and denominator of (m / c1) / (sqrt(s / c2) + eps), both times sqrt(c2): two numbers a step, no quotients.
     least = h.least * z.mean**2
     square = jnp.where(z.square > least, z.square, least)
     return -(h.learning_rate * h.unbias) * z.mean / (_root(square) + h.eps * h.root2)
@@ -28,7 +29,7 @@ class Adam(Optimizer):
     shape, or a pytree prefix of the parameters with such leaves. State: {"mean", "square": like params}.
 
     Quanta (float32 parameters): increments of m are rounded to 2^-32 at worst, those of s to 2^-70, which adds up to a
-    standard deviation of 1.5e-10 in m at b1 = 0.9 and of 5.5e-21 in s at b2 = 0.999 (noise as large where weights have
+    standard deviation of 1.5e-10 in m at b1 = 0.9 and of 5.5e-21 in s at b2 = 0.999 (about as much where weights have
     their own decays). So s is exact to 1e-6 where |g| is 1e-7 and to 1e-4 where it is 1e-8, once 1/(1 - b2) steps filled
     it; in the first steps it is smaller than g^2 by c_2, so that gradients of 1e-9 are noise there. What noise takes from s
     below the least that m allows, m^2 (1 - b1^2/b2) (1 - b2) / (1 - b1)^2, is put back, so that no step gets large by it. s

@@ -3,6 +3,7 @@
 Invariant: the optimizer inside sees transform(h, w, g) wherever it would have seen g, in every pass.
 """
 
+import abc
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -28,8 +29,8 @@ class Transformed(Optimizer):
     entrywise_transform: ClassVar[bool] = False
 
     @staticmethod
-    def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]: ...
 
     @property
     def chain(self) -> tuple[Link, ...]:  # type: ignore[override]
