@@ -14,6 +14,7 @@ from hypergrad.exact.buffer import Schedule as Schedule
 from hypergrad.exact.buffer import Turn as Turn
 from hypergrad.exact.buffer import behind_branch as behind_branch
 from hypergrad.exact.buffer import schedule as schedule
+from hypergrad.exact.buffer import unseen as unseen
 from hypergrad.exact.buffer import words_needed as words_needed
 from hypergrad.exact.deferred import Deferral as Deferral
 from hypergrad.exact.deferred import Words as Words
@@ -30,6 +31,7 @@ from hypergrad.exact.limbs import WIDE_DENOMINATOR as WIDE_DENOMINATOR
 from hypergrad.exact.limbs import Scaled as Scaled
 from hypergrad.exact.limbs import Value as Value
 from hypergrad.exact.limbs import Wide as Wide
+from hypergrad.exact.limbs import all_of as all_of
 from hypergrad.exact.limbs import same as same
 from hypergrad.exact.ratio import FINE_DENOMINATOR as FINE_DENOMINATOR
 from hypergrad.exact.ratio import MOMENTUM_DENOMINATOR as MOMENTUM_DENOMINATOR

@@ -44,7 +44,11 @@ class Words(NamedTuple):
 
 def hold(z: Value) -> Scaled:
     """An integer of the grid, 16 bits coarser, at the full scale."""
-    return Scaled(z, jnp.asarray([FULL, 1 / FULL], jnp.float64))
+    return Scaled(z, _factors(jnp.float64(FULL)))
+
+
+def _factors(scale: Array) -> Array:
+    return jnp.stack([scale, 1 / scale])
 
 
 def empty_words(shape: tuple[int, ...], capacity: int | None) -> Words:
@@ -103,15 +107,13 @@ def length(words: Words, spilled: Array) -> Array:
 def schedule(n: Array, denominator: int) -> Schedule:
     """Scales and spills of a leaf: int64 [steps]."""
 
-    def body(carry: tuple[Array, Array], n: Array) -> tuple[tuple[Array, Array], Any]:
+    def body(carry: tuple[Array, Array], n: Array) -> tuple[tuple[Array, Array], Deferral]:
         scale, slot = carry
         after, left, spills = _fallen(scale, slot, n.astype(jnp.float64), denominator, jnp.where)
-        return (after, left), (after, scale, spills, slot)
+        return (after, left), Deferral(_factors(after), _factors(scale), spills, slot)
 
-    (last, words), (after, before, spills, slot) = jax.lax.scan(body, (jnp.float64(FULL), jnp.int32(0)), n)
-    pairs = lambda scale: jnp.stack([scale, 1 / scale], axis=1)  # noqa: E731
-    steps = jnp.arange(n.shape[0], dtype=jnp.int32)
-    return Schedule(Deferral(pairs(after), pairs(before), spills, slot, steps), words, jnp.log2(FULL / last))
+    (last, words), turns = jax.lax.scan(body, (jnp.float64(FULL), jnp.int32(0)), n)
+    return Schedule(turns._replace(step=jnp.arange(n.shape[0], dtype=jnp.int32)), words, jnp.log2(FULL / last))
 
 
 def words_needed(n: np.ndarray, denominator: int) -> int:

@@ -105,8 +105,11 @@ def _sum(z: Wide, x: Array, fraction_bits: int, sign: int) -> Wide:
 
 
 def largest(x: Array) -> Array:
-    """max |x| over a decoded leaf: float [...] -> float32 []. In range if below `grid_range`."""
-    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+    """max |x| over a decoded leaf: float [...] -> float32 []. In range if below `grid_range`.
+
+    Over a flat leaf: XLA:CPU makes six times as much code of a narrow matrix that is a part of a vector.
+    """
+    return jnp.max(jnp.abs(x.reshape(-1)), initial=0).astype(jnp.float32)
 
 
 def is_nan_mark(magnitude: Array, limit: Array) -> Array:

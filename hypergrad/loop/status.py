@@ -47,9 +47,10 @@ def assess(
 
 def _decays(problem: Problem, h: Hypers) -> tuple[Any, Any, Any, Any]:
     code, step, place, value = jnp.int32(OK), jnp.int32(-1), jnp.int32(-1), jnp.float32(0)
-    places = ((link, hj) for _, link, part in problem.links(h) for hj in part)
-    for index, (link, hj) in enumerate(places, len(problem.labels.limits)):
-        if link.decay:
+    rows = zip(problem.links(h), problem.words, strict=True)
+    places = ((link, hj, words) for (_, link, part), words in rows for hj in part)
+    for index, (link, hj, words) in enumerate(places, len(problem.labels.limits)):
+        if link.decay and words is None:  # one that was known was looked at when it came in
             bad, s, v = first_bad_decay(link, hj)
             code, step = jnp.where(bad, DECAY, code), jnp.where(bad, s, step)
             place, value = jnp.where(bad, index, place), jnp.where(bad, v, value)
@@ -58,14 +59,16 @@ def _decays(problem: Problem, h: Hypers) -> tuple[Any, Any, Any, Any]:
 
 def _values(problem: Problem, magnitudes: Array, losses: Array) -> tuple[Any, Any, Any, Any]:
     # Row 0 is the start, which is reported as step -1; row t + 1 is what step t left.
-    limits = jnp.asarray(problem.labels.limits, jnp.float32)
-    bad = ~(magnitudes < limits)
-    bad_row = bad.any(axis=1) | jnp.concatenate([jnp.zeros(1, bool), ~jnp.isfinite(losses)])
-    row = first_true(bad_row)
-    place = jnp.where(bad[row].any(), first_true(bad[row]), -1)
-    value = magnitudes[row, place]
-    code = jnp.where((place < 0) | is_nan_mark(value, limits[place]), NON_FINITE, RANGE)
-    return jnp.where(bad_row.any(), code, OK), row - 1, place, value
+    # The last column is that of the losses, which may have any size.
+    limits = jnp.asarray((*problem.labels.limits, 1), jnp.float32)
+    infinite = jnp.append(jnp.float32(0), (~jnp.isfinite(losses)).astype(jnp.float32))
+    shown = jnp.concatenate([magnitudes, infinite[:, None]], axis=1)
+    first = first_true(~(shown < limits).reshape(-1))
+    row, column = first // limits.size, first % limits.size
+    value, limit = shown.reshape(-1)[first], limits[column]
+    of_loss = column == limits.size - 1
+    code = jnp.where(of_loss | is_nan_mark(value, limit), NON_FINITE, RANGE)
+    return jnp.where(value < limit, OK, code), row - 1, jnp.where(of_loss, -1, column), value
 
 
 def _words(plan: dict[str, list[Schedule]], capacity: dict[str, int | None]) -> tuple[Any, Any, Any, Any]:

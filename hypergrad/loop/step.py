@@ -20,12 +20,14 @@ from hypergrad.exact import (
     InformationBuffer,
     Value,
     add,
+    all_of,
     behind_branch,
     decode,
     largest,
     numerator,
     same,
     subtract,
+    unseen,
     widen,
 )
 from hypergrad.optimizers.chain import PARAMS, Link, View
@@ -215,7 +217,7 @@ def retreat(rule: Rule, link: Link, state: Exact, h: Hypers, turns: Turns, updat
 
 def start(rule: Rule, values: Values, capacity: dict[str, int | None]) -> Exact:
     """The state that holds these floats and has lost nothing yet."""
-    z = {link.name: _on_grid(rule, link, values) for link in rule.chain}
+    z = {link.name: _apart(link, functools.partial(_on_grid, rule, link), values[link.name]) for link in rule.chain}
     buffers = {
         link.name: [keep.empty(x.shape, capacity[link.name]) for keep, x in zip(rule.kept(link), z[link.name], strict=True)]
         for link in rule.chain
@@ -229,21 +231,34 @@ def returned(rule: Rule, values: Values, end: Exact) -> Array:
 
     Leaves of one vector share a flag, so the first of them is named; `check_reversal` finds the one.
     """
+
+    def same_start(link: Link, values: list[Array], z: list[Value]) -> list[Array]:
+        return [all_of(same(x, y)) for x, y in zip(_on_grid(rule, link, values), z, strict=True)]
+
     rows = []
     for link in rule.chain:
-        back = [same(x, y) for x, y in zip(_on_grid(rule, link, values), end.z[link.name], strict=True)]
+        back = _apart(link, functools.partial(same_start, link), values[link.name], end.z[link.name])
         if link.decay:
             buffers = zip(rule.kept(link), end.buffers[link.name], strict=True)
-            back = [s & keep.is_empty(b) for s, (keep, b) in zip(back, buffers, strict=True)]
-        rows.append(jnp.stack(rule.layout.spread([s.all() for s in back])))
+            back = [s & all_of(keep.is_empty(b)) for s, (keep, b) in zip(back, buffers, strict=True)]
+        rows.append(jnp.stack(rule.layout.spread(back)))
     return jnp.stack(rows)
 
 
-def _on_grid(rule: Rule, link: Link, values: Values) -> list[Value]:
+def _apart(link: Link, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args); of parameters behind a branch, so that what they begin with is computed before, and once.
+
+    In the open, XLA computes what is cheap again for each kernel that reads it. Parameters that a program draws had other
+    bits in the certificate than in training: the polynomial of a normal distribution was part of both kernels.
+    """
+    return behind_branch(unseen(), function, *args) if link.name == PARAMS else function(*args)
+
+
+def _on_grid(rule: Rule, link: Link, values: list[Array]) -> list[Value]:
     # `add` to zero, not `encode`: it marks what no grid value can represent.
     zero = lambda x: widen(jnp.zeros(x.shape, jnp.int64)) if link.wide else jnp.zeros(x.shape, jnp.int64)  # noqa: E731
     held = [keep.hold if keep else lambda z: z for keep in rule.kept(link)]
-    return [add(hold(zero(x)), x, b) for hold, x, b in zip(held, values[link.name], rule.bits(link), strict=True)]
+    return [add(hold(zero(x)), x, b) for hold, x, b in zip(held, values, rule.bits(link), strict=True)]
 
 
 def _numerator(link: Link, h: dict[str, Array], turn: Any) -> Array | None:
