@@ -100,10 +100,11 @@ class _Report:
 
 
 def mask(ok: Array, tree: Any) -> Any:
-    """NaN in every float leaf where `ok` is False."""
+    """NaN in every float leaf where `ok` is False, and in its derivative. A branch: what comes after is compiled apart."""
     if not isinstance(ok, jax.core.Tracer) and ok.all():
         return tree
-    return jax.tree.map(lambda x: jnp.where(ok, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+    lost = lambda x: x * jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
+    return jax.lax.cond(ok, lambda tree: tree, lambda tree: jax.tree.map(lost, tree), tree)
 
 
 class Trace(NamedTuple):

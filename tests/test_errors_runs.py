@@ -187,8 +187,9 @@ def test_a_batch_function_that_changes_is_found_by_check_reversal():
     assert lying.first_mismatch == (2, "velocity['w']", "batch")
 
 
-def diverging(rate):
-    return train(loss=lambda params, theta, batch: jnp.sum(params["w"] ** 4), optimizer=hg.SGD(rate, 0.5), throw=False)
+def diverging(rate, adjoint=hg.Reversible()):  # noqa: B008 (frozen)
+    optimizer, quartic = hg.SGD(rate, 0.5), lambda params, theta, batch: jnp.sum(params["w"] ** 4)
+    return train(loss=quartic, optimizer=optimizer, adjoint=adjoint, throw=False)
 
 
 def test_without_throw_numbers_are_nan_and_the_status_tells():
@@ -207,6 +208,17 @@ def test_without_throw_every_lane_has_its_own_status():
         assert np.isfinite(x[jnp.array([0, 2])]).all() and np.isnan(x[1]).all()
     alone = diverging(0.2)
     np.testing.assert_allclose(trained.params["w"][2], alone.params["w"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "adjoint", [hg.Reversible(), hg.Unrolled(), hg.Checkpointed()], ids=["exact", "unrolled", "checkpointed"]
+)
+def test_without_throw_the_gradient_of_a_failed_run_is_nan_and_not_zero(adjoint, compiled):
+    slope = jax.grad(lambda rate: diverging(rate, adjoint).params["w"].sum())
+    slope = jax.jit(slope) if compiled else slope
+    assert jnp.isnan(slope(1e4))
+    assert jnp.isfinite(slope(0.1))
 
 
 def test_without_throw_gradients_of_the_other_lanes_are_finite():
