@@ -21,14 +21,12 @@ from hypergrad.loop.step import Exact, Turns, Values, advance, increment, increm
 from hypergrad.optimizers.chain import PARAMS
 
 
-Scan = Callable[[Callable[[Any, Any], tuple[Any, Any]], Any, Any], tuple[Any, Any]]
-
-
 @dataclasses.dataclass(frozen=True)
 class Unrolled:
     """Store every step of the same training run and differentiate through it, as often as one likes.
 
-    Memory grows with steps times activations; the road for second derivatives and for tests.
+    Memory grows with steps times activations; the road for second derivatives and for tests. Outside of jax.jit it is
+    compiled whole, once per loss function.
     """
 
     fraction_bits: int | None = None
@@ -38,7 +36,7 @@ class Unrolled:
     progress = None
 
     def run(self, problem: Problem, inputs: Inputs) -> Outcome:
-        return _run(problem, inputs, jax.lax.scan)
+        return _run(problem, None, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +60,13 @@ class Checkpointed:
 
     def run(self, problem: Problem, inputs: Inputs) -> Outcome:
         checkpoints = min(self.checkpoints or max(round(math.sqrt(problem.steps)), 1), problem.steps)
-        return _run(problem, inputs, functools.partial(_checkpointed_scan, checkpoints=checkpoints))
+        return _run(problem, checkpoints, inputs)
 
 
-def _run(problem: Problem, inputs: Inputs, scan: Scan) -> Outcome:
+@functools.partial(jax.jit, static_argnums=(0, 1))  # outside of `jit`, a derivative would be one small program per operation
+def _run(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
     rule = problem.rule
+    scan = functools.partial(_checkpointed_scan, checkpoints=checkpoints) if checkpoints else jax.lax.scan
     with jax.enable_x64(True):
         plan = schedules(problem, jax.lax.stop_gradient(inputs.h))
         capacity: dict[str, int | None] = {link.name: None for _, link, _ in problem.links(inputs.h)}

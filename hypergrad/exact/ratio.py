@@ -25,6 +25,7 @@ def substitute(x: Array, value: Array) -> Array:
     return jax.lax.stop_gradient(value) + (x - jax.lax.stop_gradient(x))
 
 
+@functools.partial(jax.jit, static_argnames=("denominator", "may_be_one"))
 def to_ratio(rho: Array, denominator: int, may_be_one: bool = False) -> Array:
     """n/d with n = round(rho d), as a float; d(n/d)/d(rho) = 1. A rho that no n < d (or n = d) stands for, or
     that is below 2^-16, stays as it is: the caller reports it.
@@ -37,6 +38,7 @@ def to_ratio(rho: Array, denominator: int, may_be_one: bool = False) -> Array:
     return substitute(rho, jnp.where(representable, n / denominator, rho))
 
 
+@functools.partial(jax.jit, static_argnames="denominator")
 def numerator(ratio: Array, denominator: int) -> Array:
     """n of an n/d that `to_ratio` made: float [...] -> int64 [...]. Out of range is clipped, and reported by
     the caller, so that division stays defined."""

@@ -1,5 +1,6 @@
 """Adam and AdamW (Kingma and Ba 2015; Loshchilov and Hutter 2019), in optax's conventions."""
 
+import functools
 from typing import Any
 
 import jax
@@ -73,6 +74,7 @@ def _root(x: Array) -> Array:
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
 
 
+@jax.jit
 def _least(b1: Array, b2: Array) -> Array:
     """r with s >= r m^2 whatever the gradients were, by Cauchy and Schwarz; 0 where nothing bounds m. [1, ..]
 
@@ -84,6 +86,7 @@ def _least(b1: Array, b2: Array) -> Array:
     return jax.lax.stop_gradient(jnp.maximum(1 - kept, 0) / fresh)  # what it replaces is noise, which has no derivative
 
 
+@functools.partial(jax.jit, static_argnames="steps")
 def _bias_correction(b: Array, steps: int) -> Array:
     """1 - b_1 ... b_t: by what a decaying mean that starts at zero falls short. [steps | 1, ..] -> [steps, ..]
 
