@@ -1,6 +1,5 @@
 """Optuna's contract of samplers: its own test classes, and the same situations when gradients are reported in them."""
 
-import re
 import warnings
 
 import numpy as np
@@ -216,16 +215,6 @@ def test_trials_of_other_samplers_begin_chains():
     assert _marks.read_link(study.trials[-1]) == (best, 1, best)
 
 
-def test_several_objectives_are_refused():
-    study = study_of(directions=["minimize", "minimize"])
-    with pytest.raises(ValueError, match="follows the gradient of one objective; the study has 2"):
-        study.ask()
-    study.sampler = optuna.samplers.RandomSampler()
-    trial = study.ask({"x": optuna.distributions.FloatDistribution(0.0, 1.0)})
-    with pytest.raises(ValueError, match="is for one objective; the study has 2"):
-        hg.studies.report_gradient(trial, {"x": 1.0})
-
-
 def test_hyperband_sees_whole_chains():
     """It shows samplers only the trials of a bracket."""
     pruner = optuna.pruners.HyperbandPruner(min_resource=1, max_resource=9)
@@ -251,56 +240,6 @@ def test_marks_of_another_version_are_passed_over_with_one_warning():
     assert len(caught) == 1
     assert [_marks.read_link(t) is None for t in newer.trials] == 5 * [True] + 8 * [False]
     assert max(_marks.read_link(t).step for t in newer.trials[5:]) > 0
-
-
-@pytest.mark.parametrize(
-    ("grads", "problem"),
-    [
-        ({"x": np.ones(3)}, r"'x' is one number, its derivative of shape \(3,\)"),
-        ({"x": float("nan")}, "it is NaN or infinite in x"),
-        ({"x": 1e300}, "it is NaN or infinite in x"),
-        ({"x": hg.positive(hg.PerStep(np.ones(2, np.float32)))}, r"'x' is one number, its derivative of shape \(2,\)"),
-    ],
-    ids=["shape", "nan", "infinite", "schedule"],
-)
-def test_a_gradient_that_cannot_be_used_is_ignored_with_one_warning(grads, problem):
-    study = study_of()
-
-    def objective(trial):
-        x = trial.suggest_float("x", 0.1, 2.0)
-        if trial.number == 4:
-            hg.studies.report_gradient(trial, grads)
-        else:
-            hg.studies.report_gradient(trial, {"x": 2 * (x - 1)})
-        return (x - 1) ** 2
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        study.optimize(objective, n_trials=8)
-    assert [str(w.message) for w in caught if "gradient is ignored" in str(w.message)] == [str(caught[0].message)]
-    assert re.match(f"trial 4: its gradient is ignored: {problem}", str(caught[0].message))
-    assert study.trials[4].state == optuna.trial.TrialState.COMPLETE
-    assert all(_marks.read_link(t).parent != 4 for t in study.trials)
-
-
-def test_names_that_were_not_suggested_are_errors():
-    study = study_of()
-    trial = study.ask()
-    trial.suggest_float("x", 0.0, 1.0)
-    trial.suggest_int("layers", 1, 3)
-    with pytest.raises(ValueError, match=r"trial 0 suggested no 'y'; it suggested 'x', 'layers'. Report under those"):
-        hg.studies.report_gradient(trial, {"x": 1.0, "y": 1.0})
-    with pytest.raises(ValueError, match="'layers' is suggested as IntDistribution.*a gradient is of floats"):
-        hg.studies.report_gradient(trial, {"layers": 1.0})
-    with pytest.raises(ValueError, match='`space` is "natural" or "unconstrained"; got \'log\''):
-        hg.studies.report_gradient(trial, {"x": 1.0}, space="log")
-    with pytest.raises(ValueError, match="`grads` must be {name: derivative}; got float"):
-        hg.studies.report_gradient(trial, 1.0)
-
-
-def test_arguments_are_checked():
-    with pytest.raises(TypeError, match="`meta_optimizer` must be an optax transformation like optax.adam"):
-        hg.studies.HypergradientSampler(meta_optimizer="adam")
 
 
 def test_partial_fixed_sampler_around_it():
