@@ -74,7 +74,8 @@ def trace(jitted: Any, *args: Any) -> Traced:
 
 
 def kept(key: Hashable, make: Callable[[], Any]) -> Any:
-    """What `make` made at the first call with this key."""
+    """What `make` made at the first call with this key, and this setting of how hard XLA should try."""
+    key = key, jax.config.read("jax_disable_most_optimizations")
     with _LOCK:
         if key not in _PROGRAMS:
             _PROGRAMS[key] = make()

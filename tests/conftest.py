@@ -1,7 +1,6 @@
 """One setting for all tests: default 32-bit JAX, pictures without a screen, examples that are the same in every run."""
 
 import os
-from collections.abc import Iterator
 
 import hypothesis
 import jax
@@ -15,9 +14,13 @@ hypothesis.settings.register_profile("hypergrad", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("hypergrad")
 
 
-@pytest.fixture
-def quick_compilation() -> Iterator[None]:
-    """For miniatures of scripts, which take their time to compile, not to run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+# Tests of bits compile as users do: the compiler is what could break them. For all others it need not try hard, since they
+# take their time to compile, not to run.
+OF_BITS = [
+    f"test_{x}" for x in ("checkpoint", "deferred", "exact", "exact_bounds", "grid", "limbs", "reversal", "transformations")
+]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    of_bits = item.path.stem in OF_BITS or item.get_closest_marker("of_bits") is not None
+    jax.config.update("jax_disable_most_optimizations", not of_bits)

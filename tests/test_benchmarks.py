@@ -36,9 +36,6 @@ PLAIN = Road("plain training, scan", opponents.plain, "plain")
 UNROLL = Road("unroll", opponents.unrolled, "opponent")
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 def test_long_reversal_is_exact_in_short():
     proof = long_reversal.certify(40)
     assert proof.exact and proof.first_mismatch is None

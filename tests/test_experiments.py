@@ -23,7 +23,7 @@ from experiments import (
 from experiments.benchmarks import optimizer_family
 
 
-def test_quickstart_learns_and_records(tmp_path, capsys, quick_compilation):
+def test_quickstart_learns_and_records(tmp_path, capsys):
     config = quickstart.Config(meta_steps=2, steps=4, hidden=(4, 3), report_seeds=2, out=tmp_path)
     numbers = quickstart.main(config)
     printed = capsys.readouterr().out
@@ -65,7 +65,6 @@ def test_adam_beside_optax_in_short():
     assert beside.loss <= 1e-4 and beside.update <= 1e-4 and beside.small <= 2
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     "experiment",
     [toy_valley, learning_rate_schedules, schedule_gradient, chaos, memory, adam_schedules],

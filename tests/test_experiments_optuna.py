@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import optuna
-import pytest
 
 from experiments import _comparison_methods, _comparison_tasks, _optuna_report, hybrid_search, optuna_comparison
 from experiments._comparison_methods import Budget, Evaluation
@@ -19,7 +18,6 @@ class Bowl(_comparison_tasks.Four):
         return params, params + 1
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_the_comparison_runs_resumes_and_reports(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("HYPERGRAD_DATA", raising=False)
     monkeypatch.setitem(_comparison_tasks.TASKS, "four", Bowl)
@@ -48,7 +46,6 @@ def test_the_comparison_runs_resumes_and_reports(tmp_path, capsys, monkeypatch):
     assert again["four"] == found["four"]
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_hybrid_search_learns_schedules_inside_of_choices(tmp_path, capsys):
     config = hybrid_search.Config(tiny=True, out=tmp_path)
     found = hybrid_search.main(config)

@@ -133,6 +133,7 @@ def test_reversal_agrees_with_a_plain_scan_in_float64(form: str) -> None:
     assert_close(evaluate(form, "reversible", "float64")[1], evaluate_plain(form, "float64"), 1e-7)
 
 
+@pytest.mark.of_bits
 def test_reversal_agrees_with_a_plain_scan_in_float32() -> None:
     assert_close(evaluate("scalar", "reversible", "float32")[1], evaluate_plain("scalar", "float32"), 1e-3)
 
@@ -153,18 +154,21 @@ def test_reversal_agrees_with_central_differences(form: str, kind: str) -> None:
         hg.testing.check_hypergradient(function, hypers[kind], tolerance=1e-6, gradient=gradient)
 
 
+@pytest.mark.of_bits
 @pytest.mark.parametrize("road", ["unrolled", "checkpointed"])
 @pytest.mark.parametrize("form", EXTREMES)
 def test_all_adjoints_train_alike_bit_for_bit(form: str, road: str) -> None:
     assert_same_bits(evaluate(form, road, "float64")[0][1], evaluate(form, "reversible", "float64")[0][1])
 
 
+@pytest.mark.of_bits
 @pytest.mark.parametrize("road", ["unrolled", "checkpointed"])
 def test_all_adjoints_train_alike_in_float32_too(road: str) -> None:
     outputs = jax.jit(functools.partial(objective, ROADS[road]))(hypers_of("scalar", "float32"))[1]
     assert_same_bits(outputs, evaluate("scalar", "reversible", "float32")[0][1])
 
 
+@pytest.mark.of_bits
 @pytest.mark.parametrize(
     ("adjoint", "dtype"), [(hg.Reversible(driver="host"), "float32"), (hg.Reversible(buffer="gmpy2"), "float64")]
 )

@@ -37,6 +37,7 @@ INVERTIBLE = {
 }
 
 
+@pytest.mark.of_bits
 @pytest.mark.parametrize("name", INVERTIBLE)
 def test_every_step_has_an_inverse(name: str) -> None:
     params = {"matrix": jnp.zeros((3, 2)), "vector": jnp.zeros(2)}
@@ -76,6 +77,7 @@ OPTAX = {
 }
 
 
+@pytest.mark.of_bits
 @pytest.mark.parametrize("name", OPTAX)
 def test_training_is_that_of_optax(name: str) -> None:
     """Up to the rounding of decays, 2^-17, and of floats."""
@@ -86,6 +88,7 @@ def test_training_is_that_of_optax(name: str) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=2e-4), run.params, params)
 
 
+@pytest.mark.of_bits
 @pytest.mark.parametrize("b", [0.0, jnp.zeros(200)], ids=["shared", "of each weight's own"])
 def test_second_moments_lost_in_noise_do_not_blow_up_a_step(b: Any) -> None:
     """Gradients from far below the quanta to far above, and an eps that hides nothing."""
@@ -182,6 +185,7 @@ def test_derivatives_by_reversal_are_those_of_the_unrolled_run(name: str) -> Non
         assert np.linalg.norm(x - y) <= 1e-8 * np.linalg.norm(y), jax.tree_util.keystr(path)
 
 
+@pytest.mark.of_bits
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_both_roads_train_alike_bit_for_bit(name: str) -> None:
     outputs = evaluate(name, hg.Reversible())[1], evaluate(name, hg.Unrolled())[1]
@@ -197,6 +201,7 @@ ADAPTIVE = {
 }
 
 
+@pytest.mark.of_bits
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("Adam", "layer norm"), ("AdamW", "convolution"), ("RMSProp", "attention"), ("Shampoo", "embedding")],

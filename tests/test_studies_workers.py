@@ -157,7 +157,6 @@ def test_a_chain_step_of_many_parameters_is_one_chain():
     assert len(medians) == 3 and min(medians.values()) > 0
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_the_script_before_and_after_two_lines():
     found = optuna_quickstart.main(optuna_quickstart.Config(trials=6, steps=4))
     assert [len(curve) for curve in found.values()] == [6, 6] and np.isfinite(found["after"]).all()
