@@ -221,6 +221,12 @@ def test_without_throw_the_gradient_of_a_failed_run_is_nan_and_not_zero(adjoint,
     assert jnp.isfinite(slope(0.1))
 
 
+@pytest.mark.parametrize("adjoint", [hg.Reversible(), hg.Unrolled()], ids=["exact", "unrolled"])
+def test_a_gradient_of_all_lanes_together_is_nan_in_the_failed_one_alone(adjoint):
+    together = lambda rates: jnp.sum(jax.vmap(lambda rate: diverging(rate, adjoint).params["w"].sum())(rates))  # noqa: E731
+    assert np.isfinite(jax.grad(together)(jnp.array([0.1, 1e4, 0.2]))).tolist() == [True, False, True]
+
+
 def test_without_throw_gradients_of_the_other_lanes_are_finite():
     grads = jax.vmap(jax.grad(lambda rate: diverging(rate).params["w"].sum()))(jnp.array([0.1, 1e4]))
     assert np.isfinite(grads).tolist() == [True, False]

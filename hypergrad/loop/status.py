@@ -47,10 +47,9 @@ def assess(
 
 def _decays(problem: Problem, h: Hypers) -> tuple[Any, Any, Any, Any]:
     code, step, place, value = jnp.int32(OK), jnp.int32(-1), jnp.int32(-1), jnp.float32(0)
-    rows = zip(problem.links(h), problem.words, strict=True)
-    places = ((link, hj, words) for (_, link, part), words in rows for hj in part)
-    for index, (link, hj, words) in enumerate(places, len(problem.labels.limits)):
-        if link.decay and words is None:  # one that was known was looked at when it came in
+    places = ((link, hj) for _, link, part in problem.links(h) for hj in part)
+    for index, (link, hj) in enumerate(places, len(problem.labels.limits)):
+        if link.decay:
             bad, s, v = first_bad_decay(link, hj)
             code, step = jnp.where(bad, DECAY, code), jnp.where(bad, s, step)
             place, value = jnp.where(bad, index, place), jnp.where(bad, v, value)
