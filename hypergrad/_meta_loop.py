@@ -25,6 +25,7 @@ from hypergrad.hypers import check_hypers, describe_arrays, describe_hypers, hyp
 
 
 Callback = Callable[[MetaStep], Any]
+_norm = jax.jit(optax.tree.norm)  # one program; called eagerly, one for each operation
 
 
 class Result(NamedTuple):
@@ -99,7 +100,7 @@ class MetaLoop:
         status = self.evaluation.ledger.summary()
         after = self.descent(point, fixed, evaluated, key) if evaluated.ok.any() else point
         done = MetaStep(
-            step, float(evaluated.value), float(optax.tree.norm(evaluated.grads)), time.perf_counter() - begin, status,
+            step, float(evaluated.value), float(_norm(evaluated.grads)), time.perf_counter() - begin, status,
             float(status.bits) if status else 0.0, eqx.combine(point.learned, fixed), float(evaluated.value_error),
             float(evaluated.gradient_error), int(np.sum(~evaluated.ok)), float(evaluated.monitor),
         )  # fmt: skip
@@ -173,17 +174,18 @@ def _check_arguments(meta_steps: Any, meta_optimizer: Any, seeds: Any, callbacks
 
 
 def warn_unused(grads: Any) -> None:
-    if not any(jnp.any(g != 0) for g in jax.tree.leaves(grads)):
+    used = {hyper_path(path): np.any(np.asarray(g) != 0) for path, g in jax.tree_util.tree_leaves_with_path(grads) if g.size}
+    if not any(used.values()):
         warnings.warn(
             "the hypergradient is exactly zero in every hyperparameter. Either `val_fn` does not depend on them, or it is "
             "piecewise constant, like an accuracy or an argmax: return a loss instead.",
             stacklevel=3,
         )
         return
-    for path, g in jax.tree_util.tree_leaves_with_path(grads):
-        if g.size and not jnp.any(g != 0):
+    for where, is_used in used.items():
+        if not is_used:
             warnings.warn(
-                f"the hypergradient of hypers{hyper_path(path)} is exactly zero everywhere: is it used? "
+                f"the hypergradient of hypers{where} is exactly zero everywhere: is it used? "
                 "If it is not to be learned, wrap it in hg.fixed.",
                 stacklevel=3,
             )
