@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.extend.core import jaxpr_as_fun
 
 from hypergrad.exact.limbs import Value, join, over, split, times
 from hypergrad.exact.ratio import divide
@@ -111,10 +112,10 @@ def behind_branch(taken: Array | bool, function: Callable[..., Any], *args: Any)
     another program, barriers or not, and it computes again what it could store. A branch is a boundary that it respects.
     """
     arrays, rest = eqx.partition(args, eqx.is_array)
-    run = lambda *a: function(*eqx.combine(a, rest))  # noqa: E731
-    shapes = jax.eval_shape(run, *arrays)
-    nothing = lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # noqa: E731
-    return jax.lax.cond(taken, run, nothing, *arrays)
+    traced, like = jax.make_jaxpr(lambda *a: function(*eqx.combine(a, rest)), return_shape=True)(*arrays)
+    nothing = lambda *_: [jnp.zeros(s.shape, s.dtype) for s in traced.out_avals]  # noqa: E731
+    results = jax.lax.cond(taken, jaxpr_as_fun(traced), nothing, *jax.tree.leaves(arrays))
+    return jax.tree.unflatten(jax.tree.structure(like), results)
 
 
 def unseen() -> Array:

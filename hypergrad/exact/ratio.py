@@ -42,8 +42,8 @@ def to_ratio(rho: Array, denominator: int, may_be_one: bool = False) -> Array:
 def numerator(ratio: Array, denominator: int) -> Array:
     """n of an n/d that `to_ratio` made: float [...] -> int64 [...]. Out of range is clipped, and reported by
     the caller, so that division stays defined."""
-    n = jnp.nan_to_num(jnp.round(ratio * denominator))
-    return jnp.clip(n, smallest_numerator(denominator), denominator).astype(jnp.int64)
+    n = jnp.round(ratio * denominator).astype(jnp.int64)  # of NaN: some integer
+    return jax.lax.clamp(jnp.int64(smallest_numerator(denominator)), n, jnp.int64(denominator))
 
 
 def known_numerator(rho: np.ndarray, denominator: int) -> np.ndarray:
