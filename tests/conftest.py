@@ -1,10 +1,12 @@
 """One setting for all tests: default 32-bit JAX, pictures without a screen, examples that are the same in every run."""
 
 import os
+from typing import Any
 
 import hypothesis
 import jax
 import pytest
+from jax._src import compiler
 
 
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -19,6 +21,20 @@ hypothesis.settings.load_profile("hypergrad")
 OF_BITS = [
     f"test_{x}" for x in ("checkpoint", "deferred", "exact", "exact_bounds", "grid", "limbs", "reversal", "transformations")
 ]
+
+
+# Nor need it make LLVM code of fusions by its newer way, or in many parts: a quarter of the time. `jax.jit` takes these
+# options for one function, and JAX has no setting for all of them.
+QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+compile_options = compiler.get_compile_options
+
+
+def quick_options(*args: Any, env_options_overrides: dict[str, Any] | None = None, **options: Any) -> Any:
+    quick = QUICK if jax.config.read("jax_disable_most_optimizations") else {}
+    return compile_options(*args, env_options_overrides=quick | (env_options_overrides or {}), **options)
+
+
+compiler.get_compile_options = quick_options
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
