@@ -76,10 +76,13 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.of_bits
 @pytest.mark.parametrize(
     ("adjoint", "name"),
-    [*((hg.Reversible(), name) for name in OPTIMIZERS), (hg.Unrolled(), "adamw"), (hg.Reversible(buffer="gmpy2"), "sgd")],
+    [
+        *(pytest.param(hg.Reversible(), name, marks=pytest.mark.of_bits) for name in OPTIMIZERS),
+        (hg.Unrolled(), "adamw"),
+        (hg.Reversible(buffer="gmpy2"), "sgd"),
+    ],
     ids=str,
 )
 def test_the_layout_changes_nothing_but_rounding(name: str, adjoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
