@@ -13,7 +13,7 @@ from hypergrad.adjoints import Reversible
 from hypergrad.adjoints.reversible import settled_driver
 from hypergrad.errors import OK
 from hypergrad.exact import Scaled
-from hypergrad.loop.forward import in_order, train_step
+from hypergrad.loop.forward import train_step
 from hypergrad.loop.problem import Inputs, Problem, begun, intact, join_steps, schedules, split, turns_of
 from hypergrad.loop.status import assess, most_words
 from hypergrad.loop.step import Exact, Rule, settled, unfollow, unstep
@@ -62,14 +62,13 @@ def check_reversal(
         plan = schedules(problem, inputs.h)
         capacity = {link.name: int(most_words(plan)) for _, link, _ in problem.links(inputs.h)}
         run = _there_and_back if problem.driver != "scan" else jax.jit(_there_and_back, static_argnums=(0, 1))
-        status, content, back_on_bits, there, back = run(problem, tuple(capacity.items()), inputs)
+        status, content, largest, back_on_bits, there, back = run(problem, tuple(capacity.items()), inputs)
     if int(status.code) != OK:
         raise status.worst().error()
     exact = bool(back_on_bits.all())
     mismatch = None if exact else _first_mismatch(problem, *(jax.tree.map(np.asarray, x) for x in (there, back)))
-    largest = float(there.magnitudes.max())
     bits, ideal, words = float(status.bits), float(status.ideal_bits), int(status.words)
-    return Certificate(exact, mismatch, bits, ideal, largest, words, float(content))
+    return Certificate(exact, mismatch, bits, ideal, float(largest), words, float(content))
 
 
 class _Trace(NamedTuple):
@@ -77,7 +76,6 @@ class _Trace(NamedTuple):
 
     state: Array
     batch: Array
-    magnitudes: Array
 
 
 def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
@@ -90,8 +88,8 @@ def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
 
     def forward(consts: Any, state: Exact, x: Any) -> Any:
         prints = _state_print(problem, state), _batch_print(problem, consts[-1], x[0])
-        state, (loss, *magnitudes) = train_step(problem, gradient, consts, state, x)
-        return state, (*prints, loss, *magnitudes)
+        state, loss = train_step(problem, gradient, consts, state, x)
+        return state, (*prints, loss, _largest(problem, state))
 
     def backward(consts: Any, state: Exact, x: Any) -> Any:
         constant, theta, frozen = consts
@@ -105,19 +103,25 @@ def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
             return problem.joined(t, g)
 
         found: list[tuple[Array, list[Array]]] = []
-        state = unstep(problem.rule, state, h, turns, again)
+        state = unstep(problem.rule, t, state, h, turns, again)
         loss, seen = found[-1]
-        state = unfollow(problem.statistics, state, rates, turns, seen)
+        state = unfollow(problem.statistics, t, state, rates, turns, seen)
         return state, (_state_print(problem, state), _batch_print(problem, frozen, t), loss)
 
     first = begun(problem, inputs.values, words)
-    end, (states, batches, losses, entering, others) = problem.run(forward, consts, first, xs)
-    magnitudes = in_order(problem, first, end, entering, others)
+    end, (states, batches, losses, largest) = problem.run(forward, consts, first, xs)
     last, (back_states, back_batches, again) = problem.run(backward, consts, end, xs, reverse=True)
-    status = assess(problem, inputs.values, inputs.h, plan, magnitudes, losses, words)
-    there, back = _Trace(states, batches, magnitudes), _Trace(back_states, back_batches, magnitudes)
+    status = assess(problem, inputs.values, inputs.h, plan, end.z, losses, words)
+    there, back = _Trace(states, batches), _Trace(back_states, back_batches)
+    largest = jnp.maximum(_largest(problem, first), largest.max())
     exact = intact(problem, inputs.values, last) & jnp.isfinite(again).all()
-    return status, _content(problem, inputs, plan, end), exact, there, back
+    return status, _content(problem, inputs, plan, end), largest, exact, there, back
+
+
+def _largest(problem: Problem, state: Exact) -> Array:
+    """max |z| of all links: float32 []."""
+    floats = [x for rule in problem.rules for link in rule.chain for x in rule.decoded(state.z, link)]
+    return jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in floats]).max()
 
 
 def _content(problem: Problem, inputs: Inputs, plan: Any, end: Exact) -> Any:

@@ -16,6 +16,7 @@ from jax import Array
 from hypergrad import _programs as programs
 from hypergrad._closures import name_of, reject_traced_closure
 from hypergrad.batches import FullBatch, HostBatches, Minibatches, Stacked
+from hypergrad.exact import STEPS
 from hypergrad.hypers import describe, is_domain
 from hypergrad.optimizers.chain import PARAMS, Link, Optimizer
 from hypergrad.optimizers.expand import compute_dtype
@@ -119,6 +120,8 @@ def check_steps(steps: Any, batches: Any) -> int:
         raise TypeError(f"`steps` must be a Python integer, it fixes shapes; got {describe(steps)}.")
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1; got {steps}.")
+    if steps > STEPS:
+        raise ValueError(f"`steps` must be at most {STEPS}, what the status can count; got {steps}.")
     if isinstance(batches, HostBatches) and known is not None and steps > known:
         raise ValueError(f"`batches` ends early: hg.host_batches has {known} batches for steps={steps}. Pass fewer `steps`.")
     if isinstance(batches, Stacked) and steps != known:

@@ -51,7 +51,7 @@ def check_inverse(optimizer: Optimizer, params: Any = None, *, steps: int = 20, 
         state = fresh._replace(z={link.name: _drawn(rng, rule, link, fresh.z) for link in rule.chain})
         run = jax.jit(_there_and_back, static_argnums=0)
         for _ in range(5):
-            there, back, lost = run(rule, constant, state, (stepped, turns, gradients))
+            there, back, lost = run(rule, constant, state, (jnp.arange(steps), stepped, turns, gradients))
             if not any(x.any() for x in lost):
                 return _compare(rule, *jax.tree.map(np.asarray, (there, back)))
             state = state._replace(z={n: list(map(_afresh, lost, row, fresh.z[n])) for n, row in state.z.items()})
@@ -106,13 +106,13 @@ def _there_and_back(rule: _step.Rule, constant: Any, state: _step.Exact, xs: Any
         return _Trace(state.z, heads)
 
     def forward(carry: Any, x: Any) -> Any:
-        (state, lost), (stepped, turns, g) = carry, x
-        left, _ = _step.step(rule, state, join_steps(constant, stepped), turns, g)
+        (state, lost), (t, stepped, turns, g) = carry, x
+        left = _step.step(rule, t, state, join_steps(constant, stepped), turns, g)
         return (left, [a | b for a, b in zip(lost, _out_of_range(rule, left), strict=True)]), trace(state)
 
     def backward(left: _step.Exact, x: Any) -> Any:
-        stepped, turns, g = x
-        state = _step.unstep(rule, left, join_steps(constant, stepped), turns, lambda w: g)
+        t, stepped, turns, g = x
+        state = _step.unstep(rule, t, left, join_steps(constant, stepped), turns, lambda w: g)
         return state, trace(state)
 
     (end, lost), there = jax.lax.scan(forward, (state, _out_of_range(rule, state)), xs)

@@ -86,11 +86,9 @@ class Status(eqx.Module):
                     "learning rate, clip the gradient, or check the loss for log(0), sqrt(0) and 0/0."
                 )
             case 3:
-                limit = self.limits[place]
-                found = f"magnitude {value:.4g}" if value < 1.5 * limit else f"an update of magnitude {limit:.4g} or more"
-                found = f"magnitude {limit:.4g} or more" if step < 0 else found
                 return (
-                    f"{where} left the range of its fixed-point grid{at}: {found}, range +-{limit:.4g}. "
+                    f"{where} left the range of its fixed-point grid{at}: magnitude {value:.4g}, range "
+                    f"+-{self.limits[place]:.4g}. "
                     "Lower the learning rate or the init scale, or take fewer fraction bits: "
                     "hg.Reversible(fraction_bits=...) doubles the range with each bit less."
                 )

@@ -120,6 +120,7 @@ def test_empty_params(params):
         (None, ValueError, "`steps` is missing"),
         (0, ValueError, "`steps` must be at least 1; got 0"),
         (-1, ValueError, "`steps` must be at least 1; got -1"),
+        (2**29, ValueError, "`steps` must be at most 536870910, what the status can count; got 536870912"),
         (2.5, TypeError, "`steps` must be a Python integer"),
         (True, TypeError, "`steps` must be a Python integer"),
     ],

@@ -77,6 +77,16 @@ def test_weights_that_leave_the_range_under_jit():
         jax.jit(lambda params: train(**{**LEAVING, "params": params}).params)(LEAVING["params"])
 
 
+def test_the_leaf_is_named_that_left_though_its_neighbours_lie_in_the_same_vector():
+    def uphill(params, theta, batch):
+        return sum(jnp.sum(x**2) for x in params.values()) - jnp.where(batch[0] > 0, 1e9, 0) * params["c"][1]
+
+    params = {name: jnp.ones((2, 3)) for name in "abc"} | {"c": jnp.ones(4), "large": jnp.ones(1000)}
+    batches = hg.stacked(jnp.arange(-2.0, 4.0)[:, None])
+    with fails(hg.RangeError, "velocity['c'] left the range", "at step 3", "magnitude 1e+08", "range +-1.638e+04"):
+        train(loss=uphill, params=params, optimizer=hg.SGD(0.01, 0.9), batches=batches, steps=6)
+
+
 def test_fewer_fraction_bits_is_a_cure():
     trained = train(**LEAVING, adjoint=hg.Reversible(fraction_bits=44))
     np.testing.assert_allclose(trained.params["b"], 5000 + 7500 + 8750 + 9375, rtol=1e-6)

@@ -26,9 +26,11 @@ from hypergrad.loop.step import (
     Hypers,
     Rule,
     Values,
+    ambiguous,
     evidence,
     increment,
-    increments,
+    increments_at,
+    isolated,
     retreat,
     settled,
     transformed,
@@ -63,22 +65,23 @@ class Pullback(NamedTuple):
     g: list[Array]
 
 
-def pull(rule: Rule, link: Link, z: Values, dz: Values, h: Hypers, g: list[Array] | None) -> Pullback:
-    """The increments of a link at the present values, and the vjp of each along dz."""
+def pull(rule: Rule, link: Link, read: list[dict[str, Array]], dz: Values, h: Hypers, g: list[Array] | None) -> Pullback:
+    """The increments of a link at what they read, and the vjp of each along dz."""
     rows = []
     for j in rule.leaves:
-        arguments = (h[j], rule.readable(z, link, j), None if g is None else g[j])
+        arguments = (h[j], read[j], None if g is None else g[j])
         update, vjp = jax.vjp(lambda *a: increment(link, *a), *arguments)
         rows.append((update, *vjp(_sum_to(dz[link.name][j], update.shape).astype(update.dtype))))
     return Pullback(*(list(column) for column in zip(*rows, strict=True)))
 
 
 def undo_link(
-    rule: Rule, link: Link, state: Exact, ct: Cotangents, h: Hypers, turns: Any, g: list[Array] | None
+    rule: Rule, link: Link, t: Array, state: Exact, ct: Cotangents, h: Hypers, turns: Any, g: list[Array] | None
 ) -> tuple[Exact, Cotangents, list[Array]]:
     """Take back z <- rho z + increment(h, others, g) exactly, and pull the cotangents through it; also that of g."""
-    back = pull(rule, link, state.z, ct.z, h, g)
-    updates = back.updates if rule.linear else increments(rule, link, state.z, h, turns, g)
+    read = _stored(rule, link, t, state.z, h, g)
+    back = pull(rule, link, read, ct.z, h, g)
+    updates = back.updates if rule.linear else increments_at(rule, link, t, read, h, g)
     state = retreat(rule, link, state, h, turns, updates)
     dz, dh = _spread(ct.z, back.z), [_plus(a, b) for a, b in zip(ct.h, back.h, strict=True)]
     if link.decay:
@@ -90,12 +93,23 @@ def undo_link(
     return state, Cotangents(dz, dh, ct.theta), back.g
 
 
+def _stored(rule: Rule, link: Link, t: Array, z: Values, h: Hypers, g: list[Array] | None) -> list[dict[str, Array]]:
+    """What increments read; behind a branch where `increments_at` asks for one.
+
+    What a branch computes is stored. In the open, XLA would read the integers again for every kernel of the derivative.
+    """
+    read = rule.readable(z, link)
+    if any(ambiguous(rule, link, h[j], read[j], None if g is None else g[j]) for j in rule.leaves):
+        return isolated(t, lambda z: rule.readable(z, link), z)
+    return read
+
+
 def gradient_cotangent(rule: Rule, z: Values, dz: Values, h: Hypers) -> list[Array]:
     """u, the cotangent of the gradient, of a linear rule: no value of z or g enters it, so any will do."""
     dtypes = rule.dtypes if rule.transforms else rule.param_dtypes
     anything = u = [jnp.zeros(x.shape, dtype) for x, dtype in zip(z[PARAMS], dtypes, strict=True)]
     for link in reversed(rule.chain[:-1]):
-        back = pull(rule, link, z, dz, h, anything)
+        back = pull(rule, link, rule.readable(z, link), dz, h, anything)
         u, dz = _plus(u, back.g), _spread(dz, back.z)
     return u
 
@@ -112,18 +126,18 @@ def evidence_cotangent(problem: Problem, z: Values, ds: Values, rates: Hypers) -
     parts = []
     for rule in problem.statistics if ds else ():
         (link,) = rule.chain
-        parts += pull(rule, link, z, ds, rates, [jnp.zeros_like(x) for x in ds[link.name]]).g
+        parts += pull(rule, link, rule.readable(z, link), ds, rates, [jnp.zeros_like(x) for x in ds[link.name]]).g
     return parts
 
 
 def undo_statistics(
-    problem: Problem, state: Exact, ct: Cotangents, rates: Hypers, turns: Any, seen: list[Array]
+    problem: Problem, t: Array, state: Exact, ct: Cotangents, rates: Hypers, turns: Any, seen: list[Array]
 ) -> tuple[Exact, Cotangents]:
     """`unfollow`, and the cotangents through it where there are any."""
     if not ct.z:
-        return unfollow(problem.statistics, state, rates, turns, seen), ct
+        return unfollow(problem.statistics, t, state, rates, turns, seen), ct
     for rule in problem.statistics:
-        state, ct, _ = undo_link(rule, rule.chain[0], state, ct, rates, turns, seen)
+        state, ct, _ = undo_link(rule, rule.chain[0], t, state, ct, rates, turns, seen)
     return state, ct
 
 
@@ -153,11 +167,11 @@ def reverse(
         def undo_others(state: Exact, ct: Cotangents, g: list[Array]) -> tuple[Exact, Cotangents, list[Array]]:
             u = [jnp.zeros_like(x) for x in g]
             for link in reversed(others):
-                state, ct, dg = undo_link(rule, link, state, ct, h, turns, g)
+                state, ct, dg = undo_link(rule, link, t, state, ct, h, turns, g)
                 u = _plus(u, dg)
             return state, ct, u
 
-        state, ct, _ = undo_link(rule, params, state, ct, h, turns, None)
+        state, ct, _ = undo_link(rule, params, t, state, ct, h, turns, None)
         w, wide_w = rule.layout.split(rule.decoded(state.z, params)), rule.floats(state.z, params)
         batch = problem.batch(frozen, t)
         at_w = lambda w, push: first_order(w, push, theta, frozen, batch)  # noqa: E731
@@ -170,8 +184,8 @@ def reverse(
         if rule.isolate:
             value, g, seen = problem.apart(t, gradient, settled(w), theta, frozen, batch)
             g = problem.joined(t, g)
-        state, means = undo_statistics(problem, state, means, rates, turns, seen)
-        state, ct, u = undo_others(state, ct, evidence(rule, turns, h, wide_w, g))
+        state, means = undo_statistics(problem, t, state, means, rates, turns, seen)
+        state, ct, u = undo_others(state, ct, evidence(rule, t, h, wide_w, g))
         if rule.transforms:
             dh, dw, u = pull_transforms(rule, h, wide_w, g, u)
             ct = Cotangents({**ct.z, PARAMS: _plus(ct.z[PARAMS], dw)}, _plus(ct.h, dh), ct.theta)

@@ -173,11 +173,11 @@ def _forward_pass(problem: Problem, capacity: tuple[Any, ...] | None, inputs: In
     if problem.shelved and capacity is not None:
         shelves = {name: [shelf.Shelf() for _ in leaves] for name, leaves in plan.items()}
         pause, capacity = shelf.keep(plan, shelves), None
-        end, losses, magnitudes = forward(problem, inputs, state, shelf.unslotted(turns_of(plan)), pause)
+        end, losses = forward(problem, inputs, state, shelf.unslotted(turns_of(plan)), pause)
         end = shelf.shelved(end, plan, shelves)
     else:
-        end, losses, magnitudes = forward(problem, inputs, state, turns_of(plan))
-    outcome = problem.beside(_outcome, inputs.values, inputs.h, plan, end.z, losses, magnitudes, static=(capacity,))
+        end, losses = forward(problem, inputs, state, turns_of(plan))
+    outcome = problem.beside(_outcome, inputs.values, inputs.h, plan, end.z, losses, static=(capacity,))
     return outcome, end
 
 
@@ -185,10 +185,8 @@ def _begin(problem: Problem, capacity: tuple[Any, ...] | None, values: Any, h: A
     return schedules(problem, h), begun(problem, values, _words(problem, capacity))
 
 
-def _outcome(
-    problem: Problem, capacity: Any, values: Any, h: Any, plan: Any, z: Any, losses: Array, magnitudes: Array
-) -> Outcome:
-    status = assess(problem, values, h, plan, magnitudes, losses, _words(problem, capacity))
+def _outcome(problem: Problem, capacity: Any, values: Any, h: Any, plan: Any, z: Any, losses: Array) -> Outcome:
+    status = assess(problem, values, h, plan, z, losses, _words(problem, capacity))
     return Outcome({link.name: rule.decoded(z, link) for rule, link, _ in problem.links(h)}, losses, status)
 
 

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from hypergrad.exact import decode, substitute
-from hypergrad.loop.problem import Inputs, Problem, begun, join_steps, magnitudes, schedules, split_steps, turns_of
+from hypergrad.loop.problem import Inputs, Problem, begun, join_steps, schedules, split_steps, turns_of
 from hypergrad.loop.status import Outcome, assess
-from hypergrad.loop.step import Exact, Turns, Values, advance, increment, increments, isolated, transformed
+from hypergrad.loop.step import Exact, Values, advance, increment, increments, isolated, transformed
 from hypergrad.optimizers.chain import PARAMS
 
 
@@ -82,24 +82,24 @@ def _run(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
             w = [substitute(s.astype(d.dtype), d) for s, d in zip(shadow[PARAMS], decoded, strict=True)]
             batch = problem.batch(inputs.frozen, t)
             value, g, seen = _same_bits(
-                turns, rule.isolate, problem.gradient, rule.layout.split(w), inputs.theta, inputs.frozen, batch
+                t, rule.isolate, problem.gradient, rule.layout.split(w), inputs.theta, inputs.frozen, batch
             )
             g = problem.joined(t, g)
             if rule.transforms:
                 wide_w = [substitute(*a) for a in zip(shadow[PARAMS], rule.floats(state.z, rule.chain[-1]), strict=True)]
-                g = _same_bits(turns, True, functools.partial(transformed, rule), h, wide_w, g)
+                g = _same_bits(t, True, functools.partial(transformed, rule), h, wide_w, g)
             for owner, link, part in problem.links(all_h):
                 told = g if owner is rule else seen
                 others = [{k.name: shadow[k.name][j] for k in owner.chain if k is not link} for j in owner.leaves]
                 updates = [increment(link, part[j], others[j], told[j]) for j in owner.leaves]
                 h_now, told_now = jax.lax.stop_gradient((part, told))
-                exact = increments(owner, link, state.z, h_now, turns, None if link.name == PARAMS else told_now)
-                state = advance(owner, link, state, h_now, turns, exact)
+                exact = increments(owner, link, t, state.z, h_now, None if link.name == PARAMS else told_now)
+                state = advance(owner, link, t, state, h_now, turns, exact)
                 floats = owner.floats(state.z, link)
                 rho = [hj[link.decay] if link.decay else 1 for hj in part]
                 real = [r * s + u for r, s, u in zip(rho, shadow[link.name], updates, strict=True)]
                 shadow = {**shadow, link.name: [substitute(*a) for a in zip(real, floats, strict=True)]}
-            return (state, shadow), (value, magnitudes(problem, state))
+            return (state, shadow), value
 
         first = {
             link.name: [
@@ -111,19 +111,18 @@ def _run(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
             for owner, link, _ in problem.links(inputs.h)
         }
         xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns_of(plan))
-        (end, shadow), (losses, found) = scan(body, (state, first), xs)
+        (end, shadow), losses = scan(body, (state, first), xs)
         values = {**shadow, PARAMS: []}
         for s, d in zip(shadow[PARAMS], rule.decoded(end.z, rule.chain[-1]), strict=True):
             values[PARAMS].append(substitute(s.astype(d.dtype), d))
-        found = jnp.concatenate([magnitudes(problem, state)[None], found])
-        status = assess(problem, inputs.values, inputs.h, plan, found, losses, capacity)
+        status = assess(problem, inputs.values, inputs.h, plan, end.z, losses, capacity)
         return Outcome(values, losses, jax.lax.stop_gradient(status))
 
 
-def _same_bits(turns: Turns, apart: bool, function: Callable[..., Any], *args: Any) -> Any:
+def _same_bits(t: jax.Array, apart: bool, function: Callable[..., Any], *args: Any) -> Any:
     """function(*args), with the bits of the forward pass of `Reversible`, where it may be isolated (`apart`)."""
     real = function(*args)
-    return jax.tree.map(substitute, real, isolated(turns, function, *_stopped(args))) if apart else real
+    return jax.tree.map(substitute, real, isolated(t, function, *_stopped(args))) if apart else real
 
 
 def _stopped(args: Any) -> Any:

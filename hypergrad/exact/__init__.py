@@ -23,8 +23,6 @@ from hypergrad.exact.grid import decode as decode
 from hypergrad.exact.grid import default_fraction_bits as default_fraction_bits
 from hypergrad.exact.grid import encode as encode
 from hypergrad.exact.grid import grid_range as grid_range
-from hypergrad.exact.grid import is_nan_mark as is_nan_mark
-from hypergrad.exact.grid import largest as largest
 from hypergrad.exact.grid import subtract as subtract
 from hypergrad.exact.grid import widen as widen
 from hypergrad.exact.limbs import WIDE_DENOMINATOR as WIDE_DENOMINATOR
@@ -33,6 +31,10 @@ from hypergrad.exact.limbs import Value as Value
 from hypergrad.exact.limbs import Wide as Wide
 from hypergrad.exact.limbs import all_of as all_of
 from hypergrad.exact.limbs import same as same
+from hypergrad.exact.lost import STEPS as STEPS
+from hypergrad.exact.lost import Lost as Lost
+from hypergrad.exact.lost import first_lost as first_lost
+from hypergrad.exact.lost import unless_lost as unless_lost
 from hypergrad.exact.ratio import FINE_DENOMINATOR as FINE_DENOMINATOR
 from hypergrad.exact.ratio import MOMENTUM_DENOMINATOR as MOMENTUM_DENOMINATOR
 from hypergrad.exact.ratio import SMALLEST_RATIO as SMALLEST_RATIO

@@ -33,7 +33,6 @@ class Deferral(NamedTuple):
     before: Array  # float64 [2]: those that it finds
     spills: Array  # bool, whether a word leaves the integers
     slot: Array  # int32, the number of words that have left before
-    step: Array | int = 0  # int32; the same for the whole batch under vmap, whatever else differs
 
 
 class Words(NamedTuple):
@@ -113,7 +112,7 @@ def schedule(n: Array, denominator: int) -> Schedule:
         return (after, left), Deferral(_factors(after), _factors(scale), spills, slot)
 
     (last, words), turns = jax.lax.scan(body, (jnp.float64(FULL), jnp.int32(0)), n)
-    return Schedule(turns._replace(step=jnp.arange(n.shape[0], dtype=jnp.int32)), words, jnp.log2(FULL / last))
+    return Schedule(turns, words, jnp.log2(FULL / last))
 
 
 def words_needed(n: np.ndarray, denominator: int) -> int:

@@ -2,8 +2,12 @@
 
 Invariant: `encode(-x) == -encode(x)`, and integers of the grid add and subtract without loss as long
 as every magnitude stays below `2^RANGE_BITS` (then no sum of two of them can wrap).
+
+A sum that does not stay there is replaced by a record of when it left (exact/lost.py).
 """
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad.exact.limbs import LOW_BITS, Scaled, Value, Wide, wide
+from hypergrad.exact.lost import either, record
 from hypergrad.exact.ratio import nearest
 
 
@@ -35,7 +40,7 @@ def encode(x: Array, fraction_bits: int) -> Array:
     float [...] -> int64 [...]; call it inside `jax.enable_x64(True)`. The scaling is exact, so the only
     rounding is the truncation.
     """
-    return (_at_least_float32(x) * 2.0**fraction_bits).astype(jnp.int64)
+    return (x.astype(_at_least_float32(x.dtype)) * 2.0**fraction_bits).astype(jnp.int64)
 
 
 def decode(z: Value, fraction_bits: int, dtype: np.dtype) -> Array:
@@ -58,64 +63,49 @@ def widen(z: Array) -> Wide:
     return Wide(z, jnp.zeros(z.shape, jnp.int64))
 
 
-def add(z: Value, increment: Array, fraction_bits: int) -> Value:
+def add(z: Value, increment: Array, fraction_bits: int, step: Any = -1) -> Value:
     """z + trunc(increment * 2^fraction_bits): int64 [...], float [...] -> int64 [...].
 
-    An increment that no grid value can represent gives a value out of range whatever z is, which `largest` then sees:
-    -2^63 for NaN and infinity, 3 * 2^61 for a finite one of 2^62 quanta or more. `Wide` takes 46 bits more. To it and to
-    `Scaled`, whose quanta are coarser, the nearest is added.
+    Where that is out of range, or no number, a record of it; step: int32 [], -1 for before the first. To `Wide`, which has
+    46 bits more, and to `Scaled`, whose quanta are coarser, the nearest is added.
     """
-    in_range = jnp.abs(increment) < grid_range(fraction_bits)
-    if isinstance(z, Scaled):
-        too_large = (3 * 2.0**61 * z.factors[1]).astype(jnp.int64)
-        lost = jnp.where(jnp.isfinite(increment), too_large, jnp.int64(-(2**63)))
-        return z._replace(z=_added(z.z, _at_scale(z, increment, fraction_bits), fraction_bits, in_range, lost))
-    lost = jnp.where(jnp.isfinite(increment), jnp.int64(3 * 2**61), jnp.int64(-(2**63)))
-    return _added(z, increment, fraction_bits, in_range, lost)
-
-
-def _added(z: Value, increment: Array, fraction_bits: int, in_range: Array, lost: Array) -> Value:
-    if isinstance(z, Wide):
-        z = _sum(z, increment, fraction_bits, 1)
-        return Wide(jnp.where(in_range, z.high, lost), z.low)
-    return jnp.where(in_range, z + encode(increment, fraction_bits), lost)
+    # The increment is compared here, and not added as a float: XLA would make one expression of the sum, the increment and
+    # the gradient it is made of, and round it otherwise than on the way back.
+    limit = grid_range(fraction_bits)
+    total = _moved(operator.add, z, _quanta(z, increment, fraction_bits))
+    update = jnp.abs(increment).astype(_at_least_float32(increment.dtype))
+    magnitude = jnp.where(update < limit, jnp.abs(decode(total, fraction_bits, update.dtype)), update)
+    return either(magnitude < limit, total, record(step, magnitude.astype(jnp.float32)))
 
 
 def subtract(z: Value, increment: Array, fraction_bits: int) -> Value:
     """The inverse of `add` wherever the sum is in range."""
+    return _moved(operator.sub, z, _quanta(z, increment, fraction_bits))
+
+
+def _moved(by: Callable[[Array, Array], Array], z: Value, quanta: Any) -> Value:
     if isinstance(z, Scaled):
-        return z._replace(z=subtract(z.z, _at_scale(z, increment, fraction_bits), fraction_bits))
-    if isinstance(z, Wide):
-        return _sum(z, increment, fraction_bits, -1)
-    return z - encode(increment, fraction_bits)
+        return z._replace(z=_moved(by, z.z, quanta))
+    return wide(by(z.high, quanta[0]), by(z.low, quanta[1])) if isinstance(z, Wide) else by(z, quanta)
+
+
+def _quanta(z: Value, increment: Array, fraction_bits: int) -> Any:
+    """What the increment is to the integers: int64 [...], or two, of which the second may have any sign."""
+    if isinstance(z, Scaled):
+        return _quanta(z.z, _at_scale(z, increment, fraction_bits), fraction_bits)
+    if not isinstance(z, Wide):
+        return encode(increment, fraction_bits)
+    # Rounded once, to 2^-(fraction_bits + 46). All else is exact, whatever a compiler contracts.
+    quanta = jnp.round(increment.astype(jnp.float64) * 2.0 ** (fraction_bits + LOW_BITS))
+    whole = jnp.floor(quanta * 2.0**-LOW_BITS)
+    return whole.astype(jnp.int64), nearest(quanta - whole * 2.0**LOW_BITS)
 
 
 def _at_scale(z: Scaled, increment: Array, fraction_bits: int) -> Array:
-    """What the increment is to the integers, in whole quanta where `_sum` does not round."""
+    """What the increment is to the integers, in whole quanta where `_quanta` does not round."""
     x = increment * z.factors[1]
     return x if isinstance(z.z, Wide) else jnp.round(x * 2.0**fraction_bits) * 2.0**-fraction_bits
 
 
-def _sum(z: Wide, x: Array, fraction_bits: int, sign: int) -> Wide:
-    """z +- round(x * 2^(fraction_bits + 46)). All else is exact, whatever a compiler contracts."""
-    quanta = jnp.round(x.astype(jnp.float64) * 2.0 ** (fraction_bits + LOW_BITS))
-    whole = jnp.floor(quanta * 2.0**-LOW_BITS)
-    rest = nearest(quanta - whole * 2.0**LOW_BITS)
-    return wide(z.high + sign * whole.astype(jnp.int64), z.low + sign * rest)
-
-
-def largest(x: Array) -> Array:
-    """max |x| over a decoded leaf: float [...] -> float32 []. In range if below `grid_range`.
-
-    Over a flat leaf: XLA:CPU makes six times as much code of a narrow matrix that is a part of a vector.
-    """
-    return jnp.max(jnp.abs(x.reshape(-1)), initial=0).astype(jnp.float32)
-
-
-def is_nan_mark(magnitude: Array, limit: Array) -> Array:
-    """Whether an out-of-range magnitude stands for NaN or infinity (see `add`): sums of values in range stay below."""
-    return magnitude >= 2 * limit * (1 - 2.0**-20)
-
-
-def _at_least_float32(x: Array) -> Array:
-    return x.astype(jnp.float32) if jax.dtypes.finfo(x.dtype).bits < 32 else x
+def _at_least_float32(dtype: Any) -> Any:
+    return jnp.float32 if jax.dtypes.finfo(dtype).bits < 32 else dtype

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.batches import HostBatches
-from hypergrad.exact import Schedule, behind_branch
+from hypergrad.exact import Schedule
 from hypergrad.loop import drivers
-from hypergrad.loop.step import Exact, Hypers, Rule, Values, returned, settled, start
+from hypergrad.loop.step import Exact, Hypers, Rule, Values, isolated, returned, settled, start
 from hypergrad.optimizers.chain import Link
 from hypergrad.optimizers.expand import link_numerators
 from hypergrad.optimizers.layout import side_by_side
@@ -100,8 +100,8 @@ class Problem:
         return dataclasses.replace(self, rule=dataclasses.replace(self.rule, isolate=True))
 
     def apart(self, t: Array, function: Callable[..., Any], *args: Any) -> Any:
-        """function(*args), behind a branch if gradients are isolated: t is the same for all elements of a batch."""
-        return behind_branch(t >= 0, function, *args) if self.rule.isolate else function(*args)
+        """function(*args), `isolated` if gradients are."""
+        return isolated(t, function, *args) if self.rule.isolate else function(*args)
 
     def batch(self, frozen: list[Any], t: Array) -> Any:
         """Step t's batch, bit for bit the same in every pass."""
@@ -137,7 +137,7 @@ class Problem:
     def joined(self, t: Array, leaves: list[Array]) -> list[Array]:
         """What a gradient gave, vector by vector. Behind a branch: XLA would fuse the two, and not alike in all passes."""
         parts = self.rule.layout.parts(leaves)
-        return [behind_branch(t >= 0, side_by_side, part) if len(part) > 1 else part[0] for part in parts]
+        return [isolated(t, side_by_side, part) if len(part) > 1 else part[0] for part in parts]
 
     def run(
         self, body: drivers.Body, consts: Any, carry: Any, xs: Any, reverse: bool = False, pause: drivers.Pause | None = None
@@ -192,11 +192,6 @@ def begun(problem: Problem, values: Values, words: dict[str, int | None]) -> Exa
 def intact(problem: Problem, values: Values, end: Exact) -> Array:
     """Per place, whether `end` is exactly the state that `begun` makes: bool [places]. The certificate."""
     return jnp.concatenate([returned(rule, values, end).reshape(-1) for rule in problem.rules])
-
-
-def magnitudes(problem: Problem, state: Exact) -> Array:
-    """max |z| at each place: float32 [places]."""
-    return jnp.concatenate([rule.all_magnitudes(state.z).reshape(-1) for rule in problem.rules])
 
 
 def turns_of(plan: dict[str, list[Schedule]]) -> dict[str, list[Any]]:

@@ -1,12 +1,13 @@
-"""How a run went: what its magnitudes, losses, decays and words say, as one `Status`."""
+"""How a run went: what its last values, losses, decays and words say, as one `Status`."""
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.errors import BUFFER_FULL, DECAY, NON_FINITE, OK, RANGE, Status
-from hypergrad.exact import PUBLIC_WORD_BITS, WORD_BITS, Schedule, is_nan_mark
+from hypergrad.exact import PUBLIC_WORD_BITS, STEPS, WORD_BITS, Schedule, first_lost
 from hypergrad.loop.problem import Problem
 from hypergrad.loop.step import Hypers, Values
 from hypergrad.optimizers.expand import first_bad_decay, first_true
@@ -25,12 +26,12 @@ def assess(
     values: Values,
     h: Hypers,
     plan: dict[str, list[Schedule]],
-    magnitudes: Array,
+    end: Values,
     losses: Array,
     capacity: dict[str, int | None],
 ) -> Status:
-    """The first thing that went wrong, or OK. Call it inside `jax.enable_x64(True)`."""
-    codes = [_decays(problem, h), _values(problem, magnitudes, losses), _words(plan, capacity)]
+    """The first thing that went wrong, or OK. Call it inside `jax.enable_x64(True)`. end: the last integers of all links."""
+    codes = [_decays(problem, h), _values(problem, end, losses), _words(plan, capacity)]
     code, step, place, value = codes[-1]
     for c, s, p, v in reversed(codes[:-1]):
         code, step = jnp.where(c != OK, c, code), jnp.where(c != OK, s, step)
@@ -56,18 +57,26 @@ def _decays(problem: Problem, h: Hypers) -> tuple[Any, Any, Any, Any]:
     return code, step, place, value
 
 
-def _values(problem: Problem, magnitudes: Array, losses: Array) -> tuple[Any, Any, Any, Any]:
-    # Row 0 is the start, which is reported as step -1; row t + 1 is what step t left.
-    # The last column is that of the losses, which may have any size.
-    limits = jnp.asarray((*problem.labels.limits, 1), jnp.float32)
-    infinite = jnp.append(jnp.float32(0), (~jnp.isfinite(losses)).astype(jnp.float32))
-    shown = jnp.concatenate([magnitudes, infinite[:, None]], axis=1)
-    first = first_true(~(shown < limits).reshape(-1))
-    row, column = first // limits.size, first % limits.size
-    value, limit = shown.reshape(-1)[first], limits[column]
-    of_loss = column == limits.size - 1
-    code = jnp.where(of_loss | is_nan_mark(value, limit), NON_FINITE, RANGE)
-    return jnp.where(value < limit, OK, code), row - 1, jnp.where(of_loss, -1, column), value
+def _values(problem: Problem, values: Values, losses: Array) -> tuple[Any, Any, Any, Any]:
+    """The first value that left its grid, or loss that is no number: at one step the value, as losses come of values."""
+    found, places, before = [], [], 0
+    for rule in problem.rules:
+        for link in rule.chain:
+            found += [first_lost(z) for z in values[link.name]]
+            places += [before + rule.layout.owner(j, found[j - len(rule.leaves)].entry) for j in rule.leaves]
+            before += len(rule.layout.shapes)
+    steps = jnp.stack([lost.step for lost in found])
+    first = jax.lax.argmin(steps, 0, jnp.int32)
+    step, value = steps[first], jnp.stack([lost.magnitude for lost in found])[first]
+    code = jnp.where(step == STEPS, OK, jnp.where(jnp.isfinite(value), RANGE, NON_FINITE))
+    bad = first_true(~jnp.isfinite(losses))
+    of_loss = ~jnp.isfinite(losses[bad]) & (bad < step)
+    return (
+        jnp.where(of_loss, NON_FINITE, code),
+        jnp.where(of_loss, bad, step),
+        jnp.where(of_loss, -1, jnp.stack(places)[first]),
+        jnp.where(of_loss, losses[bad].astype(jnp.float32), value),
+    )
 
 
 def _words(plan: dict[str, list[Schedule]], capacity: dict[str, int | None]) -> tuple[Any, Any, Any, Any]:

@@ -23,10 +23,10 @@ from hypergrad.exact import (
     all_of,
     behind_branch,
     decode,
-    largest,
     numerator,
     same,
     subtract,
+    unless_lost,
     unseen,
     widen,
 )
@@ -80,21 +80,10 @@ class Rule:
         dtypes = self.param_dtypes if link.name == PARAMS else self.dtypes
         return [decode(*args) for args in zip(z[link.name], self.bits(link), dtypes, strict=True)]
 
-    def magnitudes(self, z: Values, link: Link) -> Array:
-        """max |z| of each leaf: float32 [leaves]."""
-        return jnp.stack([largest(x) for x in self.layout.split(self.decoded(z, link))])
-
-    def all_magnitudes(self, z: Values) -> Array:
-        """max |z| of each leaf of every link: float32 [links, leaves]."""
-        return jnp.stack([self.magnitudes(z, link) for link in self.chain])
-
-    def readable(self, z: Values, link: Link, leaf: int) -> dict[str, Array]:
-        """What a link's increment may read: every other link, as floats."""
-        return {
-            other.name: decode(z[other.name][leaf], self.bits(other)[leaf], self.dtypes[leaf])
-            for other in self.chain
-            if other is not link
-        }
+    def readable(self, z: Values, link: Link) -> list[dict[str, Array]]:
+        """What a link's increments may read: every other link, as floats."""
+        floats = {other.name: self.floats(z, other) for other in self.chain if other is not link}
+        return [{name: leaves[j] for name, leaves in floats.items()} for j in self.leaves]
 
 
 def increment(link: Link, h: dict[str, Array], z: dict[str, Array], g: Array | None) -> Array:
@@ -106,39 +95,37 @@ def increment(link: Link, h: dict[str, Array], z: dict[str, Array], g: Array | N
 Gradient = Callable[[list[Array]], list[Array]]
 
 
-def step(rule: Rule, state: Exact, h: Hypers, turns: Turns, g: list[Array]) -> tuple[Exact, Array]:
-    """z_k <- rho_k z_k + increment_k for k = 1..K; also max |z_k| for k < K, float32 [links - 1, leaves]."""
-    g = evidence(rule, turns, h, rule.floats(state.z, rule.chain[-1]), g)
-    magnitudes = []
+def step(rule: Rule, t: Array, state: Exact, h: Hypers, turns: Turns, g: list[Array]) -> Exact:
+    """z_k <- rho_k z_k + increment_k for k = 1..K."""
+    g = evidence(rule, t, h, rule.floats(state.z, rule.chain[-1]), g)
     for link in rule.chain:
-        state = advance(rule, link, state, h, turns, increments(rule, link, state.z, h, turns, g))
-        magnitudes.append(rule.magnitudes(state.z, link))
-    return state, jnp.stack(magnitudes[:-1])
-
-
-def unstep(rule: Rule, state: Exact, h: Hypers, turns: Turns, gradient: Gradient) -> Exact:
-    """The inverse of `step`: its links in reverse order, the gradient recomputed once the parameters are back."""
-    *others, params = rule.chain
-    state = retreat(rule, params, state, h, turns, increments(rule, params, state.z, h, turns, None))
-    g = evidence(rule, turns, h, rule.floats(state.z, params), gradient(rule.decoded(state.z, params)))
-    for link in reversed(others):
-        state = retreat(rule, link, state, h, turns, increments(rule, link, state.z, h, turns, g))
+        state = advance(rule, link, t, state, h, turns, increments(rule, link, t, state.z, h, g))
     return state
 
 
-def follow(rules: tuple[Rule, ...], state: Exact, h: Hypers, turns: Turns, seen: list[Array]) -> Exact:
+def unstep(rule: Rule, t: Array, state: Exact, h: Hypers, turns: Turns, gradient: Gradient) -> Exact:
+    """The inverse of `step`: its links in reverse order, the gradient recomputed once the parameters are back."""
+    *others, params = rule.chain
+    state = retreat(rule, params, state, h, turns, increments(rule, params, t, state.z, h, None))
+    g = evidence(rule, t, h, rule.floats(state.z, params), gradient(rule.decoded(state.z, params)))
+    for link in reversed(others):
+        state = retreat(rule, link, state, h, turns, increments(rule, link, t, state.z, h, g))
+    return state
+
+
+def follow(rules: tuple[Rule, ...], t: Array, state: Exact, h: Hypers, turns: Turns, seen: list[Array]) -> Exact:
     """s <- rho s + (1 - rho) e of the statistics, if there are any; beside `step`, with the evidence at its gradient."""
     for rule in rules:
         (link,) = rule.chain
-        state = advance(rule, link, state, h, turns, increments(rule, link, state.z, h, turns, seen))
+        state = advance(rule, link, t, state, h, turns, increments(rule, link, t, state.z, h, seen))
     return state
 
 
-def unfollow(rules: tuple[Rule, ...], state: Exact, h: Hypers, turns: Turns, seen: list[Array]) -> Exact:
+def unfollow(rules: tuple[Rule, ...], t: Array, state: Exact, h: Hypers, turns: Turns, seen: list[Array]) -> Exact:
     """The inverse of `follow`."""
     for rule in rules:
         (link,) = rule.chain
-        state = retreat(rule, link, state, h, turns, increments(rule, link, state.z, h, turns, seen))
+        state = retreat(rule, link, state, h, turns, increments(rule, link, t, state.z, h, seen))
     return state
 
 
@@ -150,33 +137,35 @@ def transformed(rule: Rule, h: Hypers, w: list[Array], g: list[Array]) -> list[A
     return g
 
 
-def evidence(rule: Rule, turns: Turns, h: Hypers, w: list[Array], g: list[Array]) -> list[Array]:
+def evidence(rule: Rule, t: Array, h: Hypers, w: list[Array], g: list[Array]) -> list[Array]:
     """`transformed`, with the same bits in every pass; w in the accumulators' dtypes."""
     if not rule.transforms:
         return g
-    return isolated(turns, functools.partial(transformed, rule), h, w, g)
+    return isolated(t, functools.partial(transformed, rule), h, w, g)
 
 
-def increments(rule: Rule, link: Link, z: Values, h: Hypers, turns: Turns, g: list[Array] | None) -> list[Array]:
+def increments(rule: Rule, link: Link, t: Array, z: Values, h: Hypers, g: list[Array] | None) -> list[Array]:
     """A link's increments, leaf by leaf, at the present values: the same bits in every pass."""
-
-    def one(leaf: int) -> Array:
-        gradient = None if g is None else g[leaf]
-        return computed(rule, turns, functools.partial(increment, link), h[leaf], rule.readable(z, link, leaf), gradient)
-
-    return [one(j) for j in rule.leaves]
+    return increments_at(rule, link, t, rule.readable(z, link), h, g)
 
 
-def computed(rule: Rule, turns: Turns, function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), `isolated` where compilers could contract it in more ways than one."""
-    return function(*args) if rule.linear or _only_products(function, *args) else isolated(turns, function, *args)
+def increments_at(
+    rule: Rule, link: Link, t: Array, read: list[dict[str, Array]], h: Hypers, g: list[Array] | None
+) -> list[Array]:
+    """`increments` at what `Rule.readable` gives; `isolated` where compilers could contract them in more ways than one."""
+    one = functools.partial(increment, link)
+    leaves = zip(h, read, [None] * len(read) if g is None else g, strict=True)
+    return [isolated(t, one, *args) if ambiguous(rule, link, *args) else one(*args) for args in leaves]
 
 
-def _only_products(function: Callable[..., Any], *args: Any) -> bool:
-    """Whether nothing is summed but scalars: a product has the same bits wherever it is computed."""
+def ambiguous(rule: Rule, link: Link, *args: Any) -> bool:
+    """Whether the bits of an increment may depend on what is compiled with it: a product has the same bits everywhere, and
+    so has a sum of scalars."""
+    if rule.linear:
+        return False
     arrays, rest = eqx.partition(args, eqx.is_array)
-    program = jax.make_jaxpr(lambda a: function(*eqx.combine(a, rest)))(jax.eval_shape(lambda a: a, arrays))
-    return all(
+    program = jax.make_jaxpr(lambda a: increment(link, *eqx.combine(a, rest)))(jax.eval_shape(lambda a: a, arrays))
+    return not all(
         e.primitive.name in _PRODUCTS or (e.primitive.name in ("add", "sub") and not e.outvars[0].aval.shape)
         for e in program.jaxpr.eqns
     )
@@ -185,22 +174,22 @@ def _only_products(function: Callable[..., Any], *args: Any) -> bool:
 _PRODUCTS = {"mul", "neg", "square", "integer_pow", "broadcast_in_dim", "reshape", "convert_element_type"}
 
 
-def isolated(turns: Turns, function: Callable[..., Any], *args: Any) -> Any:
+def isolated(t: Array, function: Callable[..., Any], *args: Any) -> Any:
     """function(*args), compiled apart from what surrounds it.
 
-    That the branch is always taken, XLA does not see.
+    That the branch is always taken, XLA does not see; and t is the same for all elements of a batch.
     """
-    return behind_branch(next(iter(turns.values()))[0].step >= 0, function, *args) if turns else function(*args)
+    return behind_branch(t >= 0, function, *args)
 
 
-def advance(rule: Rule, link: Link, state: Exact, h: Hypers, turns: Turns, updates: list[Array]) -> Exact:
+def advance(rule: Rule, link: Link, t: Array, state: Exact, h: Hypers, turns: Turns, updates: list[Array]) -> Exact:
     """z <- rho z + update, for every leaf of one link."""
     z, buffers = list(state.z[link.name]), list(state.buffers.get(link.name, ()))
     for j in rule.leaves:
         if link.decay:
             n, turn = _numerator(link, h[j], turns[link.name][j]), turns[link.name][j]
             buffers[j], z[j] = rule.kept(link)[j].multiply_by(buffers[j], z[j], n, link.denominator, turn)
-        z[j] = add(z[j], updates[j], rule.bits(link)[j])
+        z[j] = unless_lost(state.z[link.name][j], add(z[j], updates[j], rule.bits(link)[j], t))
     return _replaced(state, link, z, buffers)
 
 
@@ -255,7 +244,7 @@ def _apart(link: Link, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _on_grid(rule: Rule, link: Link, values: list[Array]) -> list[Value]:
-    # `add` to zero, not `encode`: it marks what no grid value can represent.
+    # `add` to zero, not `encode`: it records what no grid value can represent.
     zero = lambda x: widen(jnp.zeros(x.shape, jnp.int64)) if link.wide else jnp.zeros(x.shape, jnp.int64)  # noqa: E731
     held = [keep.hold if keep else lambda z: z for keep in rule.kept(link)]
     return [add(hold(zero(x)), x, b) for hold, x, b in zip(held, values, rule.bits(link), strict=True)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 
@@ -47,6 +48,12 @@ class Layout:
         """To each leaf what belongs to its vector."""
         vector = {i: x for x, group in zip(values, self.groups, strict=True) for i in group}
         return [vector[i] for i in range(len(self.shapes))]
+
+    def owner(self, vector: int, entry: Array) -> Array:
+        """The leaf that an entry of a vector belongs to: int32 [] -> int32 []."""
+        group = self.groups[vector]
+        ends = np.cumsum([math.prod(self.shapes[i]) for i in group])[:-1]
+        return jnp.asarray(group, jnp.int32)[jnp.sum(entry >= ends, dtype=jnp.int32)]
 
     def first(self, leaves: list[Any]) -> list[Any]:
         """The first of each vector's."""
