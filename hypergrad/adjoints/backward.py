@@ -31,6 +31,7 @@ from hypergrad.loop.step import (
     increment,
     increments_at,
     isolated,
+    parameters,
     retreat,
     settled,
     transformed,
@@ -172,7 +173,7 @@ def reverse(
             return state, ct, u
 
         state, ct, _ = undo_link(rule, params, t, state, ct, h, turns, None)
-        w, wide_w = rule.layout.split(rule.decoded(state.z, params)), rule.floats(state.z, params)
+        w, wide_w = parameters(rule, t, state.z), rule.floats(state.z, params)
         batch = problem.batch(frozen, t)
         at_w = lambda w, push: first_order(w, push, theta, frozen, batch)  # noqa: E731
         push = evidence_cotangent(problem, state.z, ds, rates)
@@ -182,7 +183,7 @@ def reverse(
                 u = pull_transforms(rule, h, wide_w, rule.decoded(state.z, params), u)[2]
             (g, g_theta), (hu, cross), (value, seen) = _along(problem, t, at_w, w, u, push)
         if rule.isolate:
-            value, g, seen = problem.apart(t, gradient, settled(w), theta, frozen, batch)
+            value, g, seen = problem.apart(t, gradient, w, theta, frozen, batch)
             g = problem.joined(t, g)
         state, means = undo_statistics(problem, t, state, means, rates, turns, seen)
         state, ct, u = undo_others(state, ct, evidence(rule, t, h, wide_w, g))
@@ -243,7 +244,7 @@ def _along(
     with jax.enable_x64(problem.x64):
         none = [jnp.zeros_like(x) for x in push]
         directions = settled(problem.rule.layout.split(u)), settled(push)
-        (g, g_theta), (hu, cross), found = settled(jax.jvp(first_order, (settled(w), none), directions, has_aux=True))
+        (g, g_theta), (hu, cross), found = settled(jax.jvp(first_order, (w, none), directions, has_aux=True))
     return (problem.joined(t, g), g_theta), (problem.joined(t, hu), cross), found
 
 

@@ -8,7 +8,7 @@ from jax import Array
 
 from hypergrad.loop.drivers import Pause
 from hypergrad.loop.problem import Inputs, Problem, join_steps, split
-from hypergrad.loop.step import Exact, follow, settled, step
+from hypergrad.loop.step import Exact, follow, parameters, step
 
 
 def forward(
@@ -29,7 +29,7 @@ def train_step(problem: Problem, gradient: Callable[..., Any], consts: Any, stat
     """The gradient at the present parameters, then `step` and `follow`; also the loss."""
     rule = problem.rule
     (constant, theta, frozen), (t, stepped, turns) = consts, x
-    w = settled(rule.layout.split(rule.decoded(state.z, rule.chain[-1])))
+    w = parameters(rule, t, state.z)
     value, g, seen = problem.apart(t, gradient, w, theta, frozen, problem.batch(frozen, t))
     h, rates = problem.parts(join_steps(constant, stepped))
     state = step(rule, t, state, h, turns, problem.joined(t, g))

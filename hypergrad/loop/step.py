@@ -260,6 +260,14 @@ def _replaced(state: Exact, link: Link, z: list[Array], buffers: list[Any]) -> E
     return Exact({**state.z, link.name: z}, kept)
 
 
+def parameters(rule: Rule, t: Array, z: Values) -> list[Array]:
+    """What the loss takes, leaf by leaf, stored.
+
+    XLA:CPU's library for sums would pull the decoding in, its constant as an array, but for a choice that it cannot make.
+    """
+    return settled(rule.layout.split([jnp.where(t >= 0, x, 0) for x in rule.decoded(z, rule.chain[-1])]))
+
+
 def settled(values: Any) -> Any:
     """Keep XLA from fusing the integer decoding into the user's matrix products (up to 20 times slower otherwise)."""
     return jax.lax.optimization_barrier(values)
