@@ -35,11 +35,11 @@ def record(step: Any, magnitude: Array) -> Array:
     return ((2**31 - 2 - jnp.asarray(step, jnp.int64)) << 32) + bits
 
 
-def either(taken: Array, z: Value, record: Array) -> Value:
-    """z where `taken`, else the record: bool [...], int64 [...] or else, int64 [...]."""
+def either(taken: Array, z: Value, instead: Array) -> Value:
+    """z where `taken`, and else the record `instead`: bool [...], any value, int64 [...]."""
     if isinstance(z, Scaled):
-        return z._replace(z=either(taken, z.z, record))
-    return z._replace(high=either(taken, z.high, record)) if isinstance(z, Wide) else jnp.where(taken, z, record)
+        return z._replace(z=either(taken, z.z, instead))
+    return z._replace(high=either(taken, z.high, instead)) if isinstance(z, Wide) else jnp.where(taken, z, instead)
 
 
 def unless_lost(old: Value, new: Value) -> Value:
