@@ -59,10 +59,10 @@ def check_reversal(
     problem, inputs, _ = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, True, statistics)
     problem = settled_driver(problem, inputs)
     with jax.enable_x64(True):
-        plan = schedules(problem, inputs.h)
+        plan = problem.beside(schedules, inputs.h)
         capacity = {link.name: int(most_words(plan)) for _, link, _ in problem.links(inputs.h)}
         run = _there_and_back if problem.driver != "scan" else jax.jit(_there_and_back, static_argnums=(0, 1))
-        status, content, largest, back_on_bits, there, back = run(problem, tuple(capacity.items()), inputs)
+        (status, content, largest, back_on_bits), there, back = run(problem, tuple(capacity.items()), inputs)
     if int(status.code) != OK:
         raise status.worst().error()
     exact = bool(back_on_bits.all())
@@ -78,13 +78,12 @@ class _Trace(NamedTuple):
     batch: Array
 
 
-def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
-    plan = problem.beside(schedules, inputs.h)
+def _there_and_back(problem: Problem, capacity: tuple[Any, ...], inputs: Inputs) -> Any:
+    plan, first, largest_first = problem.beside(_begin, inputs, static=(capacity,))
     constant, stepped = problem.beside(split, inputs.h)
     gradient = problem.maybe_jit(problem.gradient)
     consts = (constant, inputs.theta, inputs.frozen)
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns_of(plan))
-    words = dict(capacity)
 
     def forward(consts: Any, state: Exact, x: Any) -> Any:
         prints = _state_print(problem, state), _batch_print(problem, consts[-1], x[0])
@@ -108,14 +107,34 @@ def _there_and_back(problem: Problem, capacity: Any, inputs: Inputs) -> Any:
         state = unfollow(problem.statistics, t, state, rates, turns, seen)
         return state, (_state_print(problem, state), _batch_print(problem, frozen, t), loss)
 
-    first = begun(problem, inputs.values, words)
     end, (states, batches, losses, largest) = problem.run(forward, consts, first, xs)
     last, (back_states, back_batches, again) = problem.run(backward, consts, end, xs, reverse=True)
-    status = assess(problem, inputs.values, inputs.h, plan, end.z, losses, words)
-    there, back = _Trace(states, batches), _Trace(back_states, back_batches)
-    largest = jnp.maximum(_largest(problem, first), largest.max())
+    magnitudes = largest_first, largest
+    found = problem.beside(_judged, inputs, plan, end, last, losses, again, magnitudes, static=(capacity,))
+    return found, _Trace(states, batches), _Trace(back_states, back_batches)
+
+
+def _begin(problem: Problem, capacity: tuple[Any, ...], inputs: Inputs) -> tuple[Any, Exact, Array]:
+    first = begun(problem, inputs.values, dict(capacity))
+    return schedules(problem, inputs.h), first, _largest(problem, first)
+
+
+def _judged(
+    problem: Problem,
+    capacity: Any,
+    inputs: Inputs,
+    plan: Any,
+    end: Exact,
+    last: Exact,
+    losses: Array,
+    again: Array,
+    magnitudes: Any,
+) -> tuple[Any, ...]:
+    """(status, bits in the buffers, largest magnitude, per place whether it came back)."""
+    status = assess(problem, inputs.values, inputs.h, plan, end.z, losses, dict(capacity))
     exact = intact(problem, inputs.values, last) & jnp.isfinite(again).all()
-    return status, _content(problem, inputs, plan, end), largest, exact, there, back
+    first, largest = magnitudes
+    return status, _content(problem, inputs, plan, end), jnp.maximum(first, largest.max()), exact
 
 
 def _largest(problem: Problem, state: Exact) -> Array:
