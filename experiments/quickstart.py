@@ -8,6 +8,7 @@ validation loss, starting from the best of 16 constant learning rates. Test imag
 """
 
 import dataclasses
+import functools
 import pathlib
 import time
 from typing import Any, NamedTuple
@@ -98,17 +99,14 @@ class Experiment:
 
     def report(self, hypers: Any) -> Report:
         """Averages over fresh initializations and batches, in one vmapped run."""
+        return Report(*(float(x) for x in self._measure(hypers)))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _measure(self, hypers: Any) -> list[Array]:
         keys = jax.random.split(jax.random.key(self.config.seed + 1_000), self.config.report_seeds)
-
-        @jax.jit
-        def measure(hypers: Any) -> Any:
-            params = jax.vmap(lambda k: self.train_fn(hg.natural(hypers), k))(keys)
-            rows = [
-                (f, s) for s in (self.data.validation, self.data.test) for f in (_models.cross_entropy, _models.error_rate)
-            ]
-            return [jnp.mean(jax.vmap(lambda p, f=f, s=s: f(p, *s))(params)) for f, s in rows]
-
-        return Report(*(float(x) for x in measure(hypers)))
+        params = jax.vmap(lambda k: self.train_fn(hg.natural(hypers), k))(keys)
+        rows = [(f, s) for s in (self.data.validation, self.data.test) for f in (_models.cross_entropy, _models.error_rate)]
+        return [jnp.mean(jax.vmap(lambda p, f=f, s=s: f(p, *s))(params)) for f, s in rows]
 
 
 def best_constant(experiment: Experiment) -> float:
