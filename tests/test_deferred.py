@@ -106,13 +106,16 @@ def test_values_are_the_exact_product_to_a_quantum(d, wide, data):
         assert error <= 2 * int(FULL) + abs(first * exact) * STEPS * Fraction(1, 2**52)
 
 
+schedule = jax.jit(DEFERRED.schedule, static_argnums=1)
+
+
 @pytest.mark.parametrize("d", DENOMINATORS)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=60)
 def test_the_schedule_keeps_its_promises(d, data):
     """Scales from 1 to 2^16, the words of `words_needed`, and as many bits as theory says, to the last digit."""
     n = data.draw(numerators(d))
-    plan = DEFERRED.schedule(jnp.asarray(n), d)
+    plan = schedule(jnp.asarray(n), d)
     scales = np.asarray(plan.turns.after[:, 0])
     assert (scales >= 1).all() and (scales <= FULL).all()
     np.testing.assert_array_equal(plan.turns.before[1:], plan.turns.after[:-1])

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from hypergrad.exact import DEVICE, GMPY2, Turn, divide, schedule, words_needed
+from hypergrad import exact
+from hypergrad.exact import DEVICE, GMPY2, Turn, divide, words_needed
 from hypergrad.exact.buffer import Buffer
 
 
@@ -25,6 +26,8 @@ LARGEST = 2**62
 # The smallest n loses most digits, so this capacity is enough for any n_1..n_STEPS, and exactly full for that one.
 SMALLEST = {d: max(1, d // 2**16) for d in DENOMINATORS}
 CAPACITY = {d: words_needed(np.full(STEPS, SMALLEST[d]), d) for d in DENOMINATORS}
+
+schedule = jax.jit(exact.schedule, static_argnums=1)
 
 
 class Trace(NamedTuple):

@@ -25,14 +25,6 @@ SCRIPTS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled_fast():
-    """Miniatures compile far longer than they run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.__name__.split(".")[-1])
 def test_script_in_miniature(script, tmp_path, capsys):
     script.main(script.Config(tiny=True, seeds=(3,), out=tmp_path))

@@ -1,5 +1,7 @@
 """Laws of values that left their range: a record says when and how large, stays, and the first one is found."""
 
+import functools
+
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -53,18 +55,19 @@ INCREMENTS[HUGE, 1], INCREMENTS[NOT_A_NUMBER, 2] = 1e30, np.nan
 @pytest.mark.parametrize("n", [2**16 - 1, 2**15, 1])
 @pytest.mark.parametrize("keep", [DEVICE, DEFERRED], ids=["heads", "waiting"])
 def test_a_record_outlives_decays_and_increments(keep, n, wide):
+    @functools.partial(jax.jit, static_argnames="holds")
     def train(holds):
-        zero = jnp.zeros(5, jnp.int64)
-        z = keep.hold(widen(zero) if wide else zero)
-        buffer = keep.empty((5,), LENGTH)
-        for t in range(LENGTH):
-            turn = jax.tree.map(lambda x: x[t], turns)  # noqa: B023 (used at once)
+        def step(carry, x):
+            (buffer, z), (t, turn, increment) = carry, x
             buffer, new = keep.multiply_by(buffer, z, jnp.int64(n), 2**16, turn)
-            new = add(new, jnp.asarray(INCREMENTS[t]), BITS, t)
-            z = unless_lost(z, new) if holds else new
-        return z
+            new = add(new, increment, BITS, t)
+            return (buffer, unless_lost(z, new) if holds else new), None
 
-    turns = keep.schedule(jnp.full(LENGTH, n), 2**16).turns
+        zero = jnp.zeros(5, jnp.int64)
+        start = keep.empty((5,), LENGTH), keep.hold(widen(zero) if wide else zero)
+        turns = keep.schedule(jnp.full(LENGTH, n), 2**16).turns
+        return jax.lax.scan(step, start, (jnp.arange(LENGTH), turns, jnp.asarray(INCREMENTS)))[0][1]
+
     end = train(holds=True)
     each = jax.vmap(first_lost)(_limb(end))
     drifts, total = LENGTH, 0.0
@@ -76,9 +79,8 @@ def test_a_record_outlives_decays_and_increments(keep, n, wide):
     assert np.isnan(each.magnitude[2])
     np.testing.assert_array_equal(_limb(train(holds=False))[0], _limb(end)[0])
     np.testing.assert_allclose(decode(end, BITS, jnp.float64)[4], -decode(end, BITS, jnp.float64)[0], rtol=1e-9)
-    assert int(first_lost(train(holds=False)).step) != int(
-        first_lost(end).step
-    )  # a decay makes a value of a record, or a later one
+    # A decay makes a value of a record, or a later one.
+    assert int(first_lost(train(holds=False)).step) != int(first_lost(end).step)
 
 
 def _limb(z):

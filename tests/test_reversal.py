@@ -29,6 +29,7 @@ def sgd(learning_rate: Any = 0.2) -> hg.SGD:
     return hg.SGD(learning_rate, hg.PerStep(jnp.asarray(MOMENTUM)))
 
 
+@pytest.mark.of_bits
 @pytest.mark.parametrize("name", KINDS)
 def test_training_runs_backwards_to_its_first_bits(name: str) -> None:
     net = network(name)
@@ -45,6 +46,7 @@ def value_after(net: Network, learning_rate: jax.Array, theta: Any, key: jax.Arr
     return net.value(trained.params)
 
 
+@pytest.mark.of_bits
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("lanes", [0, 2], ids=["jit", "vmap"])
 def test_the_certificate_holds_in_compiled_gradients(name: str, lanes: int) -> None:
@@ -114,6 +116,7 @@ def test_a_batch_function_that_changes_has_no_gradient() -> None:
         jax.block_until_ready(gradients(changing(), "params"))
 
 
+@pytest.mark.of_bits
 def test_an_honest_run_has_finite_gradients() -> None:
     assert all(jnp.all(jnp.isfinite(g)) for g in gradients(hg.full_batch(DATA), *INPUTS, throw=False))
 
@@ -161,6 +164,7 @@ def test_a_digit_lost_by_the_buffer_is_caught(patch: pytest.MonkeyPatch, momentu
     assert_all_nan(gradients(hg.full_batch(DATA), *INPUTS, momentum=momentum, throw=False))
 
 
+@pytest.mark.of_bits
 def test_a_hundred_seeds_at_once_come_back() -> None:
     """Batched, the gradient inside the jvp of this network has other bits than in the forward pass: it is isolated there."""
     experiment = Experiment(Config(steps=3, hidden=(16, 16)), _data.load("digits", 0))

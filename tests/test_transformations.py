@@ -54,6 +54,7 @@ def numbers(request: pytest.FixtureRequest) -> Any:
         )
 
 
+@pytest.mark.of_bits
 def test_every_way_of_calling_gives_the_same(numbers: Any) -> None:
     rates, momenta, keys = numbers
     alone = [value_and_gradients(*lane) for lane in zip(*numbers, strict=True)]
@@ -64,12 +65,14 @@ def test_every_way_of_calling_gives_the_same(numbers: Any) -> None:
     assert_close(together, jax.tree.map(lambda *x: jnp.stack(x), *alone), tolerance)
 
 
+@pytest.mark.of_bits
 def test_vmap_outside_of_jit_and_map_give_the_same() -> None:
     lanes = jnp.array([0.1, 0.3]), jnp.array([0.5, 0.9]), jax.random.split(jax.random.key(7), 2)
     mapped = jax.lax.map(lambda lane: value_and_gradients(*lane), lanes)
     assert_close(jax.vmap(value_and_gradients)(*lanes), mapped)
 
 
+@pytest.mark.of_bits
 def test_vmap_over_keys_or_over_hyperparameters_alone() -> None:
     rates, momentum, keys = jnp.array([0.1, 0.3]), jnp.float32(0.9), jax.random.split(jax.random.key(7), 2)
     both = jax.jit(jax.vmap(jax.vmap(value_and_gradients, (None, None, 0)), (0, None, None)))(rates, momentum, keys)
@@ -78,6 +81,7 @@ def test_vmap_over_keys_or_over_hyperparameters_alone() -> None:
         assert_close(jax.tree.map(lambda x, i=i, j=j: x[i, j], both), one)
 
 
+@pytest.mark.of_bits
 def test_isolated_gradients_give_the_same() -> None:
     lane = jnp.float32(0.3), jnp.float32(0.9), jax.random.key(7)
     one = lambda isolate: jax.grad(lambda *a: value(*a, adjoint=hg.Reversible(isolate=isolate)), (0, 1))(*lane)  # noqa: E731
@@ -102,6 +106,7 @@ print(json.dumps([jax.config.jax_enable_x64, [x.dtype.name for x in results], [f
 """
 
 
+@pytest.mark.of_bits
 def test_a_process_with_x64_gives_the_same() -> None:
     arguments = [sys.executable, "-W", "error::UserWarning", "-c", SCRIPT, os.path.dirname(__file__)]
     done = subprocess.run(arguments, env={**os.environ, "JAX_ENABLE_X64": "1"}, capture_output=True, text=True, check=True)
@@ -194,6 +199,7 @@ def test_a_partitioned_module_is_parameters() -> None:
     assert_learns(params, lambda p, x: jax.vmap(eqx.combine(p, static))(x))
 
 
+@pytest.mark.of_bits
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float64", 1e-9)])
 def test_a_run_resumed_is_one_run(dtype: str, tolerance: float) -> None:
     """Up to the digits of the grid: what the first part's buffer held is gone."""
@@ -213,6 +219,7 @@ def test_a_run_resumed_is_one_run(dtype: str, tolerance: float) -> None:
         np.testing.assert_allclose(x, y, atol=tolerance)
 
 
+@pytest.mark.of_bits
 def test_typed_and_legacy_keys_draw_the_same_batches() -> None:
     typed, legacy = jax.random.key(3), jax.random.PRNGKey(3)
     results = [jax.jit(value_and_gradients)(jnp.float32(0.3), jnp.float32(0.9), key) for key in (typed, legacy)]
