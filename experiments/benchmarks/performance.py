@@ -75,7 +75,7 @@ def workload(name: str, config: Config) -> Numbers:
 
 def exact_layer(config: Config) -> Numbers:
     """In a process of its own, which has one core."""
-    counts = ["100"] if config.tiny else ["50000", "1000000"]
+    counts = ["100"] if config.tiny else ["20000", "50000", "1000000"]
     command = [sys.executable, "-m", "experiments.benchmarks.exact_layer", "--json", "--rounds", str(config.rounds)]
     done = subprocess.run([*command, "--parameters", *counts], check=True, stdout=subprocess.PIPE, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
