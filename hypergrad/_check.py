@@ -110,8 +110,8 @@ def _there_and_back(problem: Problem, capacity: tuple[Any, ...], inputs: Inputs)
     end, (states, batches, losses, largest) = problem.run(forward, consts, first, xs)
     last, (back_states, back_batches, again) = problem.run(backward, consts, end, xs, reverse=True)
     magnitudes = largest_first, largest
-    found = problem.beside(_judged, inputs, plan, end, last, losses, again, magnitudes, static=(capacity,))
-    return found, _Trace(states, batches), _Trace(back_states, back_batches)
+    judged = problem.beside(_judged, inputs, plan, end, last, losses, again, magnitudes, static=(capacity,))
+    return judged, _Trace(states, batches), _Trace(back_states, back_batches)
 
 
 def _begin(problem: Problem, capacity: tuple[Any, ...], inputs: Inputs) -> tuple[Any, Exact, Array]:
