@@ -208,7 +208,7 @@ def _shuffled(key: Array, epoch: Array, x: Array, size: int) -> Array:
 
     def one_round(x: Array, words: Array) -> tuple[Array, None]:
         pivot = (_hash(words[0], epoch) % size).astype(jnp.int32)
-        partner = (pivot - x) % size
+        partner = jnp.where(x > pivot, pivot - x + size, pivot - x)
         swap = _hash(words[1] ^ _hash(words[0], epoch), jnp.maximum(x, partner).astype(jnp.uint32)) >> 31
         return jnp.where(swap == 1, partner, x), None
 
