@@ -28,6 +28,7 @@ def test_split_undoes_join(leaves: list[tuple[tuple[int, ...], int]]) -> None:
         jnp.asarray(np.arange(np.prod(shape, dtype=int)).reshape(shape) + 100 * i) for i, (shape, _) in enumerate(leaves)
     ]
     vectors = layout.join(values)
+    assert all(x.ndim == 1 for x in vectors)
     for x, y in zip(values, layout.split(vectors), strict=True):
         np.testing.assert_array_equal(x, y)
     for x, y in zip(vectors, layout.join(layout.split(vectors)), strict=True):
@@ -62,6 +63,11 @@ class Separate(hg.SGD):
 )
 def test_small_leaves_of_the_same_hyperparameters_are_side_by_side(optimizer: Optimizer, groups: Any) -> None:
     assert layout_of(optimizer, WEIGHTS).groups == groups
+
+
+def test_a_rule_that_may_look_at_shapes_sees_them() -> None:
+    leaves = jax.tree.leaves(WEIGHTS)
+    assert [x.shape for x in layout_of(Separate(0.1), WEIGHTS).join(leaves)] == [x.shape for x in leaves]
 
 
 def test_dtypes_are_not_mixed() -> None:

@@ -20,7 +20,6 @@ from hypergrad.loop import drivers
 from hypergrad.loop.step import Exact, Hypers, Rule, Values, isolated, returned, settled, start
 from hypergrad.optimizers.chain import Link
 from hypergrad.optimizers.expand import link_numerators
-from hypergrad.optimizers.layout import side_by_side
 
 
 class Inputs(NamedTuple):
@@ -136,8 +135,8 @@ class Problem:
 
     def joined(self, t: Array, leaves: list[Array]) -> list[Array]:
         """What a gradient gave, vector by vector. Behind a branch: XLA would fuse the two, and not alike in all passes."""
-        parts = self.rule.layout.parts(leaves)
-        return [isolated(t, side_by_side, part) if len(part) > 1 else part[0] for part in parts]
+        vector, parts = self.rule.layout.vector, self.rule.layout.parts(leaves)
+        return [isolated(t, vector, part) if len(part) > 1 else vector(part) for part in parts]
 
     def run(
         self, body: drivers.Body, consts: Any, carry: Any, xs: Any, reverse: bool = False, pause: drivers.Pause | None = None

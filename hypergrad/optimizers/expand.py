@@ -66,10 +66,10 @@ def expand(optimizer: Optimizer, params: Any, steps: int, layout: Layout) -> lis
         key = layer.key(field)
         link = decays.get(field) if layer is optimizer.layers[-1] else None
         values = layout.first(_broadcast_prefix(name, given, params))
-        for h, group, value, (path, leaf) in zip(expanded, layout.groups, values, leaves, strict=True):
+        for h, value, (path, leaf) in zip(expanded, values, leaves, strict=True):
             where = f"{name} for params{jax.tree_util.keystr(path)}"
             x = _with_step_axis(where, value, leaf, steps, link)
-            x = x.reshape(-1, 1) if len(group) > 1 else x
+            x = x.reshape(x.shape[0], -1) if layout.flat else x
             h[key] = _ratio(link, x) if link else x
     return expanded
 

@@ -1,8 +1,9 @@
 """Parameter leaves side by side: those that share all hyperparameters are one vector to the exact layer.
 
-Invariant: `layout.join(layout.split(vectors)) == vectors`; a vector of one leaf is that leaf, its shape included.
+Invariant: `layout.join(layout.split(vectors)) == vectors`.
 
-What costs by the piece (a kernel, its compilation, a schedule) then costs once for them all.
+What costs by the piece (a kernel, its compilation, a schedule) then costs once for them all. A large leaf is a vector alone,
+without its shape: XLA:CPU unrolls the rows of a matrix that has few columns, and code for one of fifty is no shorter.
 """
 
 import dataclasses
@@ -25,10 +26,15 @@ class Layout:
 
     groups: tuple[tuple[int, ...], ...]  # indices of leaves, in the order of their first
     shapes: tuple[tuple[int, ...], ...]  # of the leaves
+    flat: bool  # if not, each leaf is by itself and keeps its shape, for rules that may read it
 
     def join(self, leaves: list[Array]) -> list[Array]:
         """One array per leaf -> one per vector."""
-        return [side_by_side(part) if len(part) > 1 else part[0] for part in self.parts(leaves)]
+        return [self.vector(part) for part in self.parts(leaves)]
+
+    def vector(self, part: list[Array]) -> Array:
+        """The leaves of one vector -> the vector."""
+        return jnp.concatenate([x.reshape(-1) for x in part]) if self.flat else part[0]
 
     def parts(self, leaves: list[Any]) -> list[list[Any]]:
         """Those of each vector."""
@@ -41,7 +47,7 @@ class Layout:
             sizes = [math.prod(self.shapes[i]) for i in group]
             parts = [vector] if len(group) == 1 else jax.lax.split(vector, sizes)  # the transpose of a concatenation
             for i, part in zip(group, parts, strict=True):
-                leaves[i] = part if len(group) == 1 else part.reshape(self.shapes[i])
+                leaves[i] = part.reshape(self.shapes[i])
         return leaves
 
     def spread(self, values: list[Any]) -> list[Any]:
@@ -61,8 +67,8 @@ class Layout:
 
 
 def separate(shapes: list[tuple[int, ...]]) -> Layout:
-    """Every leaf by itself."""
-    return Layout(tuple((i,) for i in range(len(shapes))), tuple(shapes))
+    """Every leaf by itself, in its shape."""
+    return Layout(tuple((i,) for i in range(len(shapes))), tuple(shapes), flat=False)
 
 
 def together(shapes: list[tuple[int, ...]], keys: Sequence[Hashable]) -> Layout:
@@ -71,9 +77,4 @@ def together(shapes: list[tuple[int, ...]], keys: Sequence[Hashable]) -> Layout:
     groups: dict[Hashable, list[int]] = {}
     for i, (size, key) in enumerate(zip(sizes, keys, strict=True)):
         groups.setdefault((i if size > LARGE * sum(sizes) else None, key), []).append(i)
-    return Layout(tuple(map(tuple, groups.values())), tuple(shapes))
-
-
-def side_by_side(leaves: list[Array]) -> Array:
-    """All of their entries as one vector."""
-    return jnp.concatenate([x.reshape(-1) for x in leaves])
+    return Layout(tuple(map(tuple, groups.values())), tuple(shapes), flat=True)
