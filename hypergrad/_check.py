@@ -16,7 +16,7 @@ from hypergrad.exact import Scaled
 from hypergrad.loop.forward import train_step
 from hypergrad.loop.problem import Inputs, Problem, begun, intact, join_steps, schedules, split, turns_of
 from hypergrad.loop.status import assess, most_words
-from hypergrad.loop.step import Exact, Rule, settled, unfollow, unstep
+from hypergrad.loop.step import Exact, Rule, unfollow, unstep
 from hypergrad.optimizers.chain import PARAMS
 
 
@@ -97,7 +97,7 @@ def _there_and_back(problem: Problem, capacity: tuple[Any, ...], inputs: Inputs)
         batch = problem.batch(frozen, t)
 
         def again(w: list[Array]) -> list[Array]:
-            value, g, seen = problem.apart(t, gradient, settled(problem.rule.layout.split(w)), theta, frozen, batch)
+            value, g, seen = problem.apart(t, gradient, w, theta, frozen, batch)
             found.append((value, seen))
             return problem.joined(t, g)
 

@@ -97,6 +97,12 @@ def call(jitted: Any, statics: tuple[Any, ...], *args: Any) -> Any:
     return traced.whole(run(traced.constants, jax.tree.leaves(args)))
 
 
+def apart(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args) as a program of its own, for arguments of which no array is traced."""
+    arrays, rest = eqx.partition(args, eqx.is_array)
+    return call(jax.jit(lambda *a: function(*eqx.combine(a, rest))), (), *arrays)
+
+
 def ahead(jitted: Any, *args: Any) -> Callable[..., Any]:
     """jitted, compiled now for arguments like these: what it returns depends on no setting of the thread that calls it."""
     traced, leaves = trace(jitted, *args), jax.tree.leaves(args)

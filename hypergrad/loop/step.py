@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad import _programs as programs
 from hypergrad.exact import (
     Deferral,
     InformationBuffer,
@@ -107,7 +108,7 @@ def unstep(rule: Rule, t: Array, state: Exact, h: Hypers, turns: Turns, gradient
     """The inverse of `step`: its links in reverse order, the gradient recomputed once the parameters are back."""
     *others, params = rule.chain
     state = retreat(rule, params, state, h, turns, increments(rule, params, t, state.z, h, None))
-    g = evidence(rule, t, h, rule.floats(state.z, params), gradient(rule.decoded(state.z, params)))
+    g = evidence(rule, t, h, rule.floats(state.z, params), gradient(parameters(rule, t, state.z)))
     for link in reversed(others):
         state = retreat(rule, link, state, h, turns, increments(rule, link, t, state.z, h, g))
     return state
@@ -177,9 +178,12 @@ _PRODUCTS = {"mul", "neg", "square", "integer_pow", "broadcast_in_dim", "reshape
 def isolated(t: Array, function: Callable[..., Any], *args: Any) -> Any:
     """function(*args), compiled apart from what surrounds it.
 
-    That the branch is always taken, XLA does not see; and t is the same for all elements of a batch.
+    That the branch is always taken, XLA does not see; and t is the same for all elements of a batch. Where Python runs the
+    steps operation by operation it is a program of its own.
     """
-    return behind_branch(t >= 0, function, *args)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((t, args))):
+        return behind_branch(t >= 0, function, *args)
+    return programs.apart(function, *args)
 
 
 def advance(rule: Rule, link: Link, t: Array, state: Exact, h: Hypers, turns: Turns, updates: list[Array]) -> Exact:
@@ -261,11 +265,12 @@ def _replaced(state: Exact, link: Link, z: list[Array], buffers: list[Any]) -> E
 
 
 def parameters(rule: Rule, t: Array, z: Values) -> list[Array]:
-    """What the loss takes, leaf by leaf, stored.
+    """What the loss takes, leaf by leaf. Behind a branch, so that it is stored.
 
-    XLA:CPU's library for sums would pull the decoding in, its constant as an array, but for a choice that it cannot make.
+    In the open, XLA:CPU would decode a bias again for each row that it is added to, and its library for sums would pull the
+    decoding in, its constant as an array.
     """
-    return settled(rule.layout.split([jnp.where(t >= 0, x, 0) for x in rule.decoded(z, rule.chain[-1])]))
+    return isolated(t, lambda z: rule.layout.split(rule.decoded(z, rule.chain[-1])), z)
 
 
 def settled(values: Any) -> Any:
