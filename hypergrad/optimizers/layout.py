@@ -47,7 +47,7 @@ class Layout:
             sizes = [math.prod(self.shapes[i]) for i in group]
             parts = [vector] if len(group) == 1 else jax.lax.split(vector, sizes)  # the transpose of a concatenation
             for i, part in zip(group, parts, strict=True):
-                leaves[i] = part.reshape(self.shapes[i])
+                leaves[i] = part.reshape(self.shapes[i]) if self.flat else part
         return leaves
 
     def spread(self, values: list[Any]) -> list[Any]:
