@@ -98,7 +98,7 @@ def start(config: Config) -> Numbers:
     for name, task in tasks.items():
         seconds[name] = starting.compile_seconds(task, rounds)
         print(name, {road: round(statistics.median(s), 2) for road, s in seconds[name].items()}, flush=True)
-    imports = starting.importing(rounds)
+    imports = starting.importing(3 * rounds)
     print(f"import: {starting.beyond(imports):.2f} s beyond the dependencies")
     return {"rounds": rounds, "compiling": seconds, "imports": imports}
 
