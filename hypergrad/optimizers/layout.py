@@ -3,7 +3,7 @@
 Invariant: `layout.join(layout.split(vectors)) == vectors`.
 
 What costs by the piece (a kernel, its compilation, a schedule) then costs once for them all. A large leaf is a vector alone,
-without its shape: XLA:CPU unrolls the rows of a matrix that has few columns, and code for one of fifty is no shorter.
+without its shape: XLA:CPU unrolls the rows of a matrix that has few columns.
 """
 
 import dataclasses
