@@ -53,6 +53,28 @@ def test_keys_give_different_orders():
     assert len(orders) == 30
 
 
+def mixed(seed: int, x: int) -> int:
+    """murmur3's finalizer of (seed, x), in Python integers."""
+    x = (x * 0x9E3779B9) % 2**32 ^ seed
+    x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
+    return x ^ (x >> 16)
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(7, 3), (64, 10), (97, 96)])
+def test_order_is_the_one_of_the_written_rounds(size, batch_size):
+    # In Python integers, with divisions: whoever goes on with an old run finds the rows that it was begun with.
+    def position(x: int, epoch: int) -> int:
+        for first, second in words:
+            partner = (mixed(first, epoch) % size - x) % size
+            x = partner if mixed(second ^ mixed(first, epoch), max(x, partner)) >> 31 else x
+        return x
+
+    words = np.asarray(jax.random.bits(jax.random.key(0), (32, 2), jnp.uint32)).tolist()
+    expected = [[position(x, epoch) for x in range(size)] for epoch in range(3)]
+    np.testing.assert_array_equal(passes(size, batch_size, 3), expected)
+
+
 def test_old_style_keys_are_accepted_and_mean_the_same():
     old, new = jax.random.PRNGKey(3), jax.random.key(3)
     assert old.dtype == jnp.uint32
