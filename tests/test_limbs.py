@@ -2,13 +2,17 @@
 
 import functools
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from hypergrad.exact import DEVICE, GMPY2, Wide, add, decode, schedule, subtract, widen
 from hypergrad.exact.limbs import LOW_BITS
+from hypergrad.exact.lost import plus, record
 
 
 HIGH = np.array([0, -1, 1, 2**16, -(2**16) - 1, 2**60, -(2**60), 2**61 - 1, -(2**61) + 1])
@@ -58,6 +62,23 @@ def test_multiplication_is_undone_and_is_that_of_long_integers():
         reference, value = GMPY2.divide_by(reference, value, N[t], D)
     assert integers(value) == integers(start()) and GMPY2.is_empty(reference).all()
     assert until > 3 and end.high.dtype == jnp.int64 and end.low.dtype == jnp.int64
+
+
+@hypothesis.given(
+    low=hnp.arrays(np.int64, 9 * 5, elements=st.sampled_from([0, 1, -1, 2**46, -(2**46)]) | st.integers(-(2**62), 2**62)),
+    high=hnp.arrays(np.int64, 9 * 5, elements=st.integers(-(2**61), 2**61)),
+)
+def test_a_sum_is_that_of_long_integers(low, high):
+    total = jax.jit(plus)(start(), high, low, None)
+    added = [(int(h) << LOW_BITS) + int(x) for h, x in zip(high, low, strict=True)]
+    assert integers(total) == [a + b for a, b in zip(integers(start()), added, strict=True)]
+    assert bool(jnp.all((total.low >= 0) & (total.low < 2**LOW_BITS)))
+
+
+def test_the_low_limb_of_a_record_stays():
+    old = Wide(jnp.stack([jnp.int64(7), record(3, jnp.float32(1e30))]), jnp.asarray([5, 5]))
+    after = add(widen(jnp.zeros(2, jnp.int64)), jnp.full(2, 0.7), 40, 4, old)
+    assert (after.low[0] != 5, after.low[1], after.high[1]) == (True, 5, old.high[1])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])

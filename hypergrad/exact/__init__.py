@@ -34,7 +34,6 @@ from hypergrad.exact.limbs import same as same
 from hypergrad.exact.lost import STEPS as STEPS
 from hypergrad.exact.lost import Lost as Lost
 from hypergrad.exact.lost import first_lost as first_lost
-from hypergrad.exact.lost import unless_lost as unless_lost
 from hypergrad.exact.ratio import FINE_DENOMINATOR as FINE_DENOMINATOR
 from hypergrad.exact.ratio import MOMENTUM_DENOMINATOR as MOMENTUM_DENOMINATOR
 from hypergrad.exact.ratio import SMALLEST_RATIO as SMALLEST_RATIO

@@ -6,8 +6,6 @@ as every magnitude stays below `2^RANGE_BITS` (then no sum of two of them can wr
 A sum that does not stay there is replaced by a record of when it left (exact/lost.py).
 """
 
-import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad.exact.limbs import LOW_BITS, Scaled, Value, Wide, wide
-from hypergrad.exact.lost import either, record
+from hypergrad.exact.lost import either, plus, record, unless_lost
 from hypergrad.exact.ratio import nearest
 
 
@@ -63,30 +61,38 @@ def widen(z: Array) -> Wide:
     return Wide(z, jnp.zeros(z.shape, jnp.int64))
 
 
-def add(z: Value, increment: Array, fraction_bits: int, step: Any = -1) -> Value:
+def add(z: Value, increment: Array, fraction_bits: int, step: Any = -1, old: Value | None = None) -> Value:
     """z + trunc(increment * 2^fraction_bits): int64 [...], float [...] -> int64 [...].
 
-    Where that is out of range, or no number, a record of it; step: int32 [], -1 for before the first. To `Wide`, which has
-    46 bits more, and to `Scaled`, whose quanta are coarser, the nearest is added.
+    Where that is out of range, or no number, a record of it; step: int32 [], -1 for before the first. Where `old`, the value
+    before its decay, is a record, that. To `Wide`, which has 46 bits more, and to `Scaled`, whose quanta are coarser, the
+    nearest is added.
     """
     # The increment is compared here, and not added as a float: XLA would make one expression of the sum, the increment and
     # the gradient it is made of, and round it otherwise than on the way back.
     limit = grid_range(fraction_bits)
-    total = _moved(operator.add, z, _quanta(z, increment, fraction_bits))
+    total = _plus(z, _quanta(z, increment, fraction_bits), old)
     update = jnp.abs(increment).astype(_at_least_float32(increment.dtype))
     magnitude = jnp.where(update < limit, jnp.abs(decode(total, fraction_bits, update.dtype)), update)
-    return either(magnitude < limit, total, record(step, magnitude.astype(jnp.float32)))
+    new = either(magnitude < limit, total, record(step, magnitude.astype(jnp.float32)))
+    return new if old is None else unless_lost(old, new)
 
 
 def subtract(z: Value, increment: Array, fraction_bits: int) -> Value:
     """The inverse of `add` wherever the sum is in range."""
-    return _moved(operator.sub, z, _quanta(z, increment, fraction_bits))
+    return _minus(z, _quanta(z, increment, fraction_bits))
 
 
-def _moved(by: Callable[[Array, Array], Array], z: Value, quanta: Any) -> Value:
+def _plus(z: Value, quanta: Any, old: Value | None) -> Value:
     if isinstance(z, Scaled):
-        return z._replace(z=_moved(by, z.z, quanta))
-    return wide(by(z.high, quanta[0]), by(z.low, quanta[1])) if isinstance(z, Wide) else by(z, quanta)
+        return z._replace(z=_plus(z.z, quanta, old if old is None else old.z))
+    return plus(z, quanta[0], quanta[1], old) if isinstance(z, Wide) else z + quanta
+
+
+def _minus(z: Value, quanta: Any) -> Value:
+    if isinstance(z, Scaled):
+        return z._replace(z=_minus(z.z, quanta))
+    return wide(z.high - quanta[0], z.low - quanta[1]) if isinstance(z, Wide) else z - quanta
 
 
 def _quanta(z: Value, increment: Array, fraction_bits: int) -> Any:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.exact.limbs import Scaled, Value, Wide
+from hypergrad.exact.limbs import LOW_BITS, Scaled, Value, Wide
 
 
 STEPS = 2**29 - 2  # that a record can tell apart
@@ -45,6 +45,18 @@ def either(taken: Array, z: Value, instead: Array) -> Value:
 def unless_lost(old: Value, new: Value) -> Value:
     """`new`, and a record where `old` was one."""
     return either(_limb(old) < _LEAST, new, _limb(old))
+
+
+def plus(z: Wide, high: Array, low: Array, old: Wide | None) -> Wide:
+    """z + high 2^46 + low, for a low of any size and sign; where `old` is a record, its low limb.
+
+    The low limb first, and the carry from the new one: floor((z.low + low) / 2^46) = -floor((new - low) / 2^46).
+    """
+    # So each limb can be written where it was. With a carry from the old one XLA:CPU copied a limb at every step, and made
+    # the low one again for each kernel that reads it: a choice between two arrays is stored.
+    new = (z.low + low) & (2**LOW_BITS - 1)
+    new = new if old is None else jnp.where(old.high < _LEAST, new, old.low)
+    return Wide(z.high + high - ((new - low) >> LOW_BITS), new)
 
 
 def first_lost(z: Value) -> Lost:

@@ -27,7 +27,6 @@ from hypergrad.exact import (
     numerator,
     same,
     subtract,
-    unless_lost,
     unseen,
     widen,
 )
@@ -193,7 +192,7 @@ def advance(rule: Rule, link: Link, t: Array, state: Exact, h: Hypers, turns: Tu
         if link.decay:
             n, turn = _numerator(link, h[j], turns[link.name][j]), turns[link.name][j]
             buffers[j], z[j] = rule.kept(link)[j].multiply_by(buffers[j], z[j], n, link.denominator, turn)
-        z[j] = unless_lost(state.z[link.name][j], add(z[j], updates[j], rule.bits(link)[j], t))
+        z[j] = add(z[j], updates[j], rule.bits(link)[j], t, state.z[link.name][j])
     return _replaced(state, link, z, buffers)
 
 
