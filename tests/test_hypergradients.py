@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import monitoring
 from problems import network
 
 import hypergrad as hg
-from hypergrad.adjoints import backward
+from hypergrad.adjoints import backward, link
 
 
 STEPS = 16
@@ -200,6 +201,30 @@ def test_gmpy2_trains_and_differentiates_as_the_scan_does() -> None:
     assert_close(gradients, wanted, 1e-9)
 
 
+def test_gmpy2_compiles_no_more_for_more_steps() -> None:
+    compiled = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(duration)
+
+    def programs(steps: int) -> int:
+        value = lambda a: jnp.sum(hg.train(loss, jnp.ones(3), hg.SGD(a), batches, steps=steps, adjoint=adjoint).params)  # noqa: E731
+        before = len(compiled)
+        jax.grad(value)(0.1)
+        return len(compiled) - before
+
+    loss, batches = lambda w, _, __: jnp.sum(jnp.sin(w) ** 2), hg.full_batch(jnp.zeros(1))
+    adjoint = hg.Reversible(buffer="gmpy2")
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        assert programs(2)  # what no number of steps changes
+        few, many = programs(3), programs(12)
+        assert many < few + 9, (few, many)  # not one a step; which shapes coincide is luck
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
+
+
 def assert_same_bits(got: Any, expected: Any) -> None:
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
@@ -242,7 +267,7 @@ def recompiled() -> Iterator[None]:
 @pytest.mark.parametrize("part", ["h", "z", "g"])
 def test_a_derivative_off_by_a_thousandth_is_caught(part: str, recompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one link's pullback to hyperparameters, to other links, or to the gradient."""
-    pull = backward.pull
+    pull = link.pull
 
     def lying(*args: Any) -> Any:
         back = pull(*args)
@@ -254,7 +279,8 @@ def test_a_derivative_off_by_a_thousandth_is_caught(part: str, recompiled: None,
     with jax.enable_x64(True):
         hypers = hypers_of("per group", "float64")
         h = {k: hypers[k] for k in ("learning_rate", "momentum")}
-        monkeypatch.setattr(backward, "pull", lying)
+        for module in (link, backward):
+            monkeypatch.setattr(module, "pull", lying)
         gradient = jax.jit(jax.grad(function))(h)
         with pytest.raises(AssertionError, match="the gradient is not the derivative"):
             hg.testing.check_hypergradient(jax.jit(function), h, tolerance=1e-6, gradient=gradient)

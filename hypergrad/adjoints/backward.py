@@ -1,7 +1,7 @@
 """The derivative of training by running it backwards (thesis, Algorithm 6, corrected), in the memory of a few copies.
 
 Invariant: at the start of reverse step t the carry holds the links after step t, bit for bit those of the forward pass,
-and the derivative of everything after step t with respect to them.
+and the derivative of everything after step t with respect to them, up to the decays of step t + 1, which it holds beside.
 
 For SGD the lines of `body` are, with u = -(1-m) dv the cotangent of the gradient:
 
@@ -18,34 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.exact import decode
+from hypergrad.adjoints.link import Cotangents, decayed, decays, plus, pull, spread, undo_link
 from hypergrad.loop.drivers import Pause
 from hypergrad.loop.problem import Inputs, Problem, join_steps, split
-from hypergrad.loop.step import (
-    Exact,
-    Hypers,
-    Rule,
-    Values,
-    ambiguous,
-    evidence,
-    increment,
-    increments_at,
-    isolated,
-    parameters,
-    retreat,
-    settled,
-    transformed,
-    unfollow,
-)  # fmt: skip
-from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link
-
-
-class Cotangents(NamedTuple):
-    """Of the links' values, of the hyperparameters, and of theta (None: nobody differentiates it)."""
-
-    z: Values  # without the statistics, if nobody differentiates what they come to
-    h: Hypers
-    theta: list[Array] | None
+from hypergrad.loop.step import Exact, Hypers, Rule, Values, evidence, parameters, settled, transformed, unfollow
+from hypergrad.optimizers.chain import PARAMS, STATISTICS
 
 
 class Reversed(NamedTuple):
@@ -57,62 +34,13 @@ class Reversed(NamedTuple):
     norms: dict[str, Array] | None  # of a probed problem: |cotangent| of each link, float64 [steps + 1]
 
 
-class Pullback(NamedTuple):
-    """One link's increments, leaf by leaf, and the cotangents of what they read."""
-
-    updates: list[Array]
-    h: Hypers
-    z: list[dict[str, Array]]
-    g: list[Array]
-
-
-def pull(rule: Rule, link: Link, read: list[dict[str, Array]], dz: Values, h: Hypers, g: list[Array] | None) -> Pullback:
-    """The increments of a link at what they read, and the vjp of each along dz."""
-    rows = []
-    for j in rule.leaves:
-        arguments = (h[j], read[j], None if g is None else g[j])
-        update, vjp = jax.vjp(lambda *a: increment(link, *a), *arguments)
-        rows.append((update, *vjp(_sum_to(dz[link.name][j], update.shape).astype(update.dtype))))
-    return Pullback(*(list(column) for column in zip(*rows, strict=True)))
-
-
-def undo_link(
-    rule: Rule, link: Link, t: Array, state: Exact, ct: Cotangents, h: Hypers, turns: Any, g: list[Array] | None
-) -> tuple[Exact, Cotangents, list[Array]]:
-    """Take back z <- rho z + increment(h, others, g) exactly, and pull the cotangents through it; also that of g."""
-    read = _stored(rule, link, t, state.z, h, g)
-    back = pull(rule, link, read, ct.z, h, g)
-    updates = back.updates if rule.linear else increments_at(rule, link, t, read, h, g)
-    state = retreat(rule, link, state, h, turns, updates)
-    dz, dh = _spread(ct.z, back.z), [_plus(a, b) for a, b in zip(ct.h, back.h, strict=True)]
-    if link.decay:
-        for j in rule.leaves:
-            rho, dzj = h[j][link.decay], dz[link.name][j]
-            old = decode(state.z[link.name][j], rule.bits(link)[j], rule.dtypes[j])
-            # A choice that is always the same, or XLA:CPU's library for sums pulls the decoding in, at five times the cost.
-            dh[j][link.decay] += _sum_to(jnp.where(t >= 0, dzj * old, 0), rho.shape)
-            dz[link.name][j] = rho * dzj
-    return state, Cotangents(dz, dh, ct.theta), back.g
-
-
-def _stored(rule: Rule, link: Link, t: Array, z: Values, h: Hypers, g: list[Array] | None) -> list[dict[str, Array]]:
-    """What increments read; behind a branch where `increments_at` asks for one.
-
-    What a branch computes is stored. In the open, XLA would read the integers again for every kernel of the derivative.
-    """
-    read = rule.readable(z, link)
-    if any(ambiguous(rule, link, h[j], read[j], None if g is None else g[j]) for j in rule.leaves):
-        return isolated(t, lambda z: rule.readable(z, link), z)
-    return read
-
-
 def gradient_cotangent(rule: Rule, z: Values, dz: Values, h: Hypers) -> list[Array]:
     """u, the cotangent of the gradient, of a linear rule: no value of z or g enters it, so any will do."""
     dtypes = rule.dtypes if rule.transforms else rule.param_dtypes
     anything = u = [jnp.zeros(x.shape, dtype) for x, dtype in zip(z[PARAMS], dtypes, strict=True)]
     for link in reversed(rule.chain[:-1]):
         back = pull(rule, link, rule.readable(z, link), dz, h, anything)
-        u, dz = _plus(u, back.g), _spread(dz, back.z)
+        u, dz = plus(u, back.g), spread(dz, back.z)
     return u
 
 
@@ -140,6 +68,7 @@ def undo_statistics(
         return unfollow(problem.statistics, t, state, rates, turns, seen), ct
     for rule in problem.statistics:
         state, ct, _ = undo_link(rule, rule.chain[0], t, state, ct, rates, turns, seen)
+        ct = ct._replace(z=decayed(ct.z, decays(rule, rule.chain, rates)))
     return state, ct
 
 
@@ -160,20 +89,21 @@ def reverse(
     gradient = problem.maybe_jit(problem.gradient)
 
     def body(consts: Any, carry: Any, x: Any) -> tuple[Any, Any]:
-        state, (dz, ds, dconstant, dtheta) = carry
+        state, (dz, owed, ds, dconstant, dtheta) = carry
         (constant, theta, frozen), (t, stepped, turns, dloss) = consts, x
         h, rates = problem.parts(join_steps(constant, stepped))
-        ct = Cotangents(dz, jax.tree.map(jnp.zeros_like, h), dtheta)
+        ct = Cotangents(decayed(dz, owed), jax.tree.map(jnp.zeros_like, h), dtheta)
         means = Cotangents(ds, jax.tree.map(jnp.zeros_like, rates), None)
 
         def undo_others(state: Exact, ct: Cotangents, g: list[Array]) -> tuple[Exact, Cotangents, list[Array]]:
             u = [jnp.zeros_like(x) for x in g]
             for link in reversed(others):
                 state, ct, dg = undo_link(rule, link, t, state, ct, h, turns, g)
-                u = _plus(u, dg)
+                u = plus(u, dg)
             return state, ct, u
 
         state, ct, _ = undo_link(rule, params, t, state, ct, h, turns, None)
+        ct = ct._replace(z=decayed(ct.z, decays(rule, [params], h)))
         w, wide_w = parameters(rule, t, state.z), rule.floats(state.z, params)
         batch = problem.batch(frozen, t)
         at_w = lambda w, push: first_order(w, push, theta, frozen, batch)  # noqa: E731
@@ -190,36 +120,45 @@ def reverse(
         state, ct, u = undo_others(state, ct, evidence(rule, t, h, wide_w, g))
         if rule.transforms:
             dh, dw, u = pull_transforms(rule, h, wide_w, g, u)
-            ct = Cotangents({**ct.z, PARAMS: _plus(ct.z[PARAMS], dw)}, _plus(ct.h, dh), ct.theta)
+            ct = Cotangents({**ct.z, PARAMS: plus(ct.z[PARAMS], dw)}, plus(ct.h, dh), ct.theta)
         if not rule.linear:
             (g, g_theta), (hu, cross), _ = _along(problem, t, at_w, w, u, push)
 
-        dw, dtheta = _plus(ct.z[PARAMS], hu), _plus(dtheta, cross)
+        dw, dtheta = plus(ct.z[PARAMS], hu), plus(dtheta, cross)
         if dloss is not None:
             dw = jax.tree.map(lambda a, b: a + dloss * b, dw, g)
             dtheta = jax.tree.map(lambda a, b: a + dloss * b, dtheta, g_theta)
         dstepped = [{k: dh[k] for k in hj} for dh, hj in zip(ct.h + means.h, stepped, strict=True)]
         dconstant = [{k: dh[k] + old[k] for k in old} for dh, old in zip(ct.h + means.h, dconstant, strict=True)]
-        dz = {**ct.z, PARAMS: dw}
-        return (state, (dz, means.z, dconstant, dtheta)), (dstepped, value, _norms(dz) if problem.probed else None)
+        dz, owed = {**ct.z, PARAMS: dw}, decays(rule, others, h)
+        norms = _norms(decayed(dz, owed)) if problem.probed else None
+        return (state, (dz, owed, means.z, dconstant, dtheta)), (dstepped, value, norms)
 
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns, dlosses)
     dz = {name: leaves for name, leaves in ct.z.items() if name != STATISTICS}
     ds = {name: leaves for name, leaves in ct.z.items() if name == STATISTICS}
     last_norms = _norms(dz)
-    carry = (end, (dz, ds, jax.tree.map(jnp.zeros_like, constant), ct.theta))
+    # Cotangents decay one step later, so that they are stored as the cotangent of the gradient reads them: XLA:CPU would
+    # compute them once more for it.
+    owed = decays(rule, others, _ones(constant, stepped))
+    carry = (end, (dz, owed, ds, jax.tree.map(jnp.zeros_like, constant), ct.theta))
     consts = (constant, inputs.theta, inputs.frozen)
-    (start, (dz, ds, dconstant, dtheta)), (dstepped, losses, norms) = problem.run(body, consts, carry, xs, True, pause)
+    (start, (dz, owed, ds, dconstant, dtheta)), (dstepped, losses, norms) = problem.run(body, consts, carry, xs, True, pause)
     dh = problem.beside(_joined, dconstant, dstepped, inputs.h)
     if problem.probed:
         norms = jax.tree.map(lambda before, last: jnp.append(before, last), norms, last_norms)
-    return Reversed(start, Cotangents({**dz, **ds}, dh, dtheta), losses, norms)
+    return Reversed(start, Cotangents({**decayed(dz, owed), **ds}, dh, dtheta), losses, norms)
 
 
 def _joined(problem: Problem, dconstant: Hypers, dstepped: Hypers, h: Hypers) -> Hypers:
     """The inverse of `split`: cotangents like h."""
     dh = join_steps(dconstant, dstepped)
     return [{k: d.reshape(hj[k].shape) for k, d in dj.items()} for dj, hj in zip(dh, h, strict=True)]
+
+
+def _ones(constant: Hypers, stepped: Hypers) -> Hypers:
+    """Like the hyperparameters of one step."""
+    return join_steps(*jax.tree.map(jnp.ones_like, (constant, jax.tree.map(lambda x: x[0], stepped))))
 
 
 def _first_order(problem: Problem, with_theta: bool) -> Callable[..., tuple[Any, Any]]:
@@ -252,26 +191,3 @@ def _along(
 def _norms(dz: Values) -> dict[str, Array]:
     # In float64: the square of an exploding float32 would overflow long before the cotangent does.
     return {name: jnp.sqrt(sum(jnp.sum(x.astype(jnp.float64) ** 2) for x in leaves)) for name, leaves in dz.items()}
-
-
-def _plus(a: Any, b: Any) -> Any:
-    return jax.tree.map(lambda x, y: x + y.astype(x.dtype), a, b)
-
-
-def _spread(dz: Values, read: list[dict[str, Array]]) -> Values:
-    """Add what each leaf's increment passes back to the links that it read."""
-    columns = {name: [_plus_one(x, row, name) for x, row in zip(dz[name], read, strict=True)] for name in dz}
-    return columns
-
-
-def _plus_one(x: Array, row: dict[str, Array], name: str) -> Array:
-    return x + row[name] if name in row else x
-
-
-def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
-    """Sum a cotangent over the axes along which its primal was broadcast."""
-    if x.shape == shape:
-        return x
-    x = x.sum(axis=tuple(range(x.ndim - len(shape))))
-    axes = tuple(i for i, (a, b) in enumerate(zip(x.shape, shape, strict=True)) if a != b)
-    return x.sum(axis=axes, keepdims=True)

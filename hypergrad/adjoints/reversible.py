@@ -15,7 +15,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from hypergrad import _programs as programs
 from hypergrad._report import current_ledger, mask, probing, surface, trace
-from hypergrad.adjoints.backward import Cotangents, Reversed, reverse
+from hypergrad.adjoints.backward import Reversed, reverse
+from hypergrad.adjoints.link import Cotangents
 from hypergrad.adjoints.traced import batched_apart, once
 from hypergrad.errors import OK, REVERSAL, Status
 from hypergrad.exact import PUBLIC_WORD_BITS, WORD_BITS
