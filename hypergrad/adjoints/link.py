@@ -28,7 +28,7 @@ class Pullback(NamedTuple):
     """One link's increments, leaf by leaf, and the cotangents of what they read."""
 
     updates: list[Array]
-    h: Hypers  # in every entry of the leaf where rules are entrywise: `summed` makes them cotangents
+    h: Hypers  # in every entry of the leaf where rules are entrywise: `summed` has their sums
     z: list[dict[str, Array]]
     g: list[Array]
 
@@ -56,12 +56,12 @@ def undo_link(
     back = pull(rule, link, read, ct.z, h, g)
     updates = back.updates if rule.linear else increments_at(rule, link, t, read, h, g)
     state = retreat(rule, link, state, h, turns, updates)
-    dz, dh = spread(ct.z, back.z), [plus(a, summed(t, b, a)) for a, b in zip(ct.h, back.h, strict=True)]
+    dz = spread(ct.z, back.z)
+    dh = [{k: a[k] + summed(t, b[k], a[k].shape) for k in a} for a, b in zip(ct.h, back.h, strict=True)]
     if link.decay:
         for j in rule.leaves:
             old = decode(state.z[link.name][j], rule.bits(link)[j], rule.dtypes[j])
-            decay = summed(t, {link.decay: dz[link.name][j] * old}, dh[j])
-            dh[j] = {**dh[j], **plus({link.decay: dh[j][link.decay]}, decay)}
+            dh[j][link.decay] += summed(t, dz[link.name][j] * old, dh[j][link.decay].shape)
     return state, Cotangents(dz, dh, ct.theta), back.g
 
 
@@ -86,14 +86,13 @@ def _stored(rule: Rule, link: Link, t: Array, z: Values, h: Hypers, g: list[Arra
     return read
 
 
-def summed(t: Array, entries: dict[str, Array], like: dict[str, Array]) -> dict[str, Array]:
-    """Cotangents of hyperparameters from those of each entry, which are stored first.
+def summed(t: Array, x: Array, shape: tuple[int, ...]) -> Array:
+    """The cotangent of a hyperparameter from that of each entry, which is stored first.
 
     By a choice that is always the same. XLA:CPU's library for sums would pull in the last product, so that what it is made
-    of, the decoded integers among it, is stored instead, and sums that at three to five times the cost.
+    of, the decoded integers among it, is stored instead, and sum that at three to five times the cost.
     """
-    shapes = {key: like[key].shape for key in entries}
-    return {key: sum_to(x if x.shape == shapes[key] else jnp.where(t >= 0, x, 0), shapes[key]) for key, x in entries.items()}
+    return x if x.shape == shape else sum_to(jnp.where(t >= 0, x, 0), shape)
 
 
 def plus(a: Any, b: Any) -> Any:
@@ -102,12 +101,8 @@ def plus(a: Any, b: Any) -> Any:
 
 def spread(dz: Values, read: list[dict[str, Array]]) -> Values:
     """Add what each leaf's increment passes back to the links that it read."""
-    columns = {name: [_plus_one(x, row, name) for x, row in zip(dz[name], read, strict=True)] for name in dz}
-    return columns
-
-
-def _plus_one(x: Array, row: dict[str, Array], name: str) -> Array:
-    return x + row[name] if name in row else x
+    one = lambda name, x, row: x + row[name] if name in row else x  # noqa: E731
+    return {name: [one(name, x, row) for x, row in zip(dz[name], read, strict=True)] for name in dz}
 
 
 def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
