@@ -51,6 +51,7 @@ def plus(z: Wide, high: Array, low: Array, old: Wide | None) -> Wide:
     """z + high 2^46 + low, for a low of any size and sign; where `old` is a record, its low limb.
 
     The low limb first, and the carry from the new one: floor((z.low + low) / 2^46) = -floor((new - low) / 2^46).
+    Its inverse is `wide(z.high - high, z.low - low)`, in `subtract`.
     """
     # So each limb can be written where it was. With a carry from the old one XLA:CPU copied a limb at every step, and made
     # the low one again for each kernel that reads it: a choice between two arrays is stored.
