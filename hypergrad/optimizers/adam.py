@@ -7,19 +7,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.exact import FINE_DENOMINATOR
+from hypergrad.exact import FINE_DENOMINATOR, substitute
 from hypergrad.optimizers.chain import Link, Optimizer, View
 
 
+_FLOOR = 2.0**-90  # no mean of squares is below it but zero
 _MEAN = Link("mean", lambda h, z, g: (1 - h.b1) * g, decay="b1")
 _SQUARE = Link("square", lambda h, z, g: (1 - h.b2) * (g * g), decay="b2", wide=True, bits_a_step=0.25)
 
 
 def _step(h: View, z: View) -> Array:
     # Numerator and denominator of (m / c1) / (sqrt(s / c2) + eps), both times sqrt(c2): two numbers a step, no quotients.
-    least = h.least * z.mean**2
-    square = jnp.where(z.square > least, z.square, least)
-    return -(h.learning_rate * h.unbias) * z.mean / (_root(square) + h.eps * h.root2)
+    # The bound of the root stands outside of it: XLA:CPU would store the choice, and divide once more for its derivative.
+    root, least = _root(z.square), h.least * jnp.abs(z.mean)
+    return -(h.learning_rate * h.unbias) * z.mean / (jnp.where(root > least, root, least) + h.eps * h.root2)
 
 
 class Adam(Optimizer):
@@ -69,21 +70,21 @@ class AdamW(Adam):
 
 
 def _root(x: Array) -> Array:
-    """sqrt(max(x, 0)) whose derivative at zero is zero, not infinite."""
-    positive = x > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
+    """sqrt(max(x, 0)), whose derivative is finite at zero, so that what multiplies it there, zero, makes it zero."""
+    return jnp.sqrt(substitute(x, jnp.maximum(x, _FLOOR)))
 
 
 @jax.jit
 def _least(b1: Array, b2: Array) -> Array:
-    """r with s >= r m^2 whatever the gradients were, by Cauchy and Schwarz; 0 where nothing bounds m. [1, ..]
+    """r with sqrt(s) >= r |m| whatever the gradients were, by Cauchy and Schwarz; 0 where nothing bounds m. [1, ..]
 
     m_t^2 <= q_t s_t with q_t = (b1^2 / b2) q_(t-1) + (1 - b1)^2 / (1 - b2), the decays being those of step t, so q never
     exceeds the largest of the second summand over 1 - the largest of the first factor.
     """
     kept = jnp.max(b1**2 / b2, axis=0, keepdims=True)
     fresh = jnp.max((1 - b1) ** 2 / (1 - b2), axis=0, keepdims=True)
-    return jax.lax.stop_gradient(jnp.maximum(1 - kept, 0) / fresh)  # what it replaces is noise, which has no derivative
+    # What it replaces is noise, which has no derivative.
+    return jax.lax.stop_gradient(jnp.sqrt(jnp.maximum(1 - kept, 0) / fresh))
 
 
 @functools.partial(jax.jit, static_argnames="steps")
