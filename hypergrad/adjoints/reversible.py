@@ -42,10 +42,10 @@ class Reversible:
     one jitted step; not under jit or vmap); None: the host for `hg.host_batches`, and outside of jit and vmap for losses
     with convolutions on a CPU of several cores, else the scan. buffer: "device"; "host": a host loop that takes words to
     host memory once they are full, so that the device's does not grow with the steps; "gmpy2": one arbitrary-precision
-    integer per parameter, the slow reference, on the host. isolate: compute each gradient once more on the way back,
-    compiled apart from its derivative, so that its bits are the same in both passes; None: where needed, which is for rules
-    that are not linear in the gradient and under `jax.vmap`. progress: with driver="host", called now and then with
-    ("forward" or "reverse", steps done, steps), as `hg.callbacks.Steps()` is.
+    integer per parameter, the slow reference, on the host. isolate: compile each gradient apart from what surrounds it, so
+    that its bits are the same in both passes; None: where needed, which is for rules that are not linear in the gradient
+    and under `jax.vmap`. progress: with driver="host", called now and then with ("forward" or "reverse", steps done,
+    steps), as `hg.callbacks.Steps()` is.
     """
 
     capacity: int | None = None

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Literal, jaxpr_as_fun
 
 from hypergrad.exact.limbs import Value, join, over, split, times
 from hypergrad.exact.ratio import divide
@@ -113,8 +113,14 @@ def behind_branch(taken: Array | bool, function: Callable[..., Any], *args: Any)
     """
     arrays, rest = eqx.partition(args, eqx.is_array)
     traced, like = jax.make_jaxpr(lambda *a: function(*eqx.combine(a, rest)), return_shape=True)(*arrays)
-    nothing = lambda *_: [jnp.zeros(s.shape, s.dtype) for s in traced.out_avals]  # noqa: E731
-    results = jax.lax.cond(taken, jaxpr_as_fun(traced), nothing, *jax.tree.leaves(arrays))
+    jaxpr, leaves = traced.jaxpr, jax.tree.leaves(arrays)
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *leaves], strict=True))
+    results = [None if isinstance(v, Literal) else known.get(v) for v in jaxpr.outvars]  # what is computed: not what came in
+    computed = [i for i, x in enumerate(results) if x is None]
+    some = lambda *a: [x for i, x in enumerate(jaxpr_as_fun(traced)(*a)) if i in computed]  # noqa: E731
+    nothing = lambda *_: [jnp.zeros(traced.out_avals[i].shape, traced.out_avals[i].dtype) for i in computed]  # noqa: E731
+    for i, x in zip(computed, jax.lax.cond(taken, some, nothing, *leaves), strict=True):
+        results[i] = x
     return jax.tree.unflatten(jax.tree.structure(like), results)
 
 
