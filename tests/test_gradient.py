@@ -51,7 +51,7 @@ def trained(loss: Any, rule: Any, adjoint: Any, w: Any, theta: Any) -> jax.Array
 
 @pytest.mark.parametrize("learned", [(0, 1), (0, 1, 2)], ids=["rates", "and what the loss reads"])
 def test_a_winding_loss_has_one_derivative(learned: tuple[int, ...]) -> None:
-    """Where gradients are isolated their derivative comes with them, and apart from them if the loss's theta is learned."""
+    """Where gradients are isolated their derivative comes with them, that of theta's too if it is learned."""
     with jax.enable_x64(True):
 
         def gradients(adjoint: Any) -> Any:

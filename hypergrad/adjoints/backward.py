@@ -19,7 +19,7 @@ from jax import Array
 
 from hypergrad.adjoints.link import Cotangents, decayed, decays, plus, pull, spread, undo_link
 from hypergrad.loop.drivers import Pause
-from hypergrad.loop.gradient import along, along_kept, first_order, found, gradient_of
+from hypergrad.loop.gradient import along, along_kept, first_order, found, gradient_of, of_theta
 from hypergrad.loop.problem import Inputs, Problem, join_steps, split
 from hypergrad.loop.step import Exact, Hypers, Rule, Values, evidence, parameters, transformed, unfollow
 from hypergrad.optimizers.chain import PARAMS, STATISTICS
@@ -85,7 +85,7 @@ def reverse(
     rule = problem.rule
     *others, params = rule.chain
     constant, stepped = problem.beside(split, inputs.h)
-    first = problem.maybe_jit(first_order(problem, with_theta=ct.theta is not None))
+    first = problem.maybe_jit(first_order(problem))
     gradient = gradient_of(problem)
 
     def body(consts: Any, carry: Any, x: Any) -> tuple[Any, Any]:
@@ -110,7 +110,7 @@ def reverse(
         push = evidence_cotangent(problem, state.z, ds, rates)
         if rule.isolate:
             value, g, seen, tangent = found(problem, t, gradient, w, theta, frozen, batch)
-            g, g_theta, cross = problem.joined(t, g), None, None
+            g, g_theta = problem.joined(t, g), None if dloss is None else of_theta(problem, w, theta, frozen, batch)
         else:
             u = gradient_cotangent(rule, state.z, ct.z, h)
             if rule.transforms:
@@ -121,10 +121,8 @@ def reverse(
         if rule.transforms:
             dh, dw, u = pull_transforms(rule, h, wide_w, g, u)
             ct = Cotangents({**ct.z, PARAMS: plus(ct.z[PARAMS], dw)}, plus(ct.h, dh), ct.theta)
-        if rule.isolate and dtheta is None:
-            hu = along_kept(problem, t, tangent, u, push)
-        elif rule.isolate:
-            (_, g_theta), (hu, cross), _ = along(problem, t, at_w, w, u, push)
+        if rule.isolate:
+            hu, cross = along_kept(problem, t, tangent, u, push)
 
         dw, dtheta = plus(ct.z[PARAMS], hu), plus(dtheta, cross)
         if dloss is not None:
