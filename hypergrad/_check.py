@@ -14,7 +14,6 @@ from hypergrad.adjoints.reversible import settled_driver
 from hypergrad.errors import OK
 from hypergrad.exact import Scaled
 from hypergrad.loop.forward import train_step
-from hypergrad.loop.gradient import Found, found, gradient_of
 from hypergrad.loop.problem import Inputs, Problem, begun, intact, join_steps, schedules, split, turns_of
 from hypergrad.loop.status import assess, most_words
 from hypergrad.loop.step import Exact, Rule, unfollow, unstep
@@ -82,7 +81,7 @@ class _Trace(NamedTuple):
 def _there_and_back(problem: Problem, capacity: tuple[Any, ...], inputs: Inputs) -> Any:
     plan, first, largest_first = problem.beside(_begin, inputs, static=(capacity,))
     constant, stepped = problem.beside(split, inputs.h)
-    gradient = gradient_of(problem)
+    gradient = problem.maybe_jit(problem.gradient)
     consts = (constant, inputs.theta, inputs.frozen)
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns_of(plan))
 
@@ -98,13 +97,15 @@ def _there_and_back(problem: Problem, capacity: tuple[Any, ...], inputs: Inputs)
         batch = problem.batch(frozen, t)
 
         def again(w: list[Array]) -> list[Array]:
-            here.append(found(problem, t, gradient, w, theta, frozen, batch))
-            return problem.joined(t, here[-1].g)
+            value, g, seen = problem.apart(t, gradient, w, theta, frozen, batch)
+            found.append((value, seen))
+            return problem.joined(t, g)
 
-        here: list[Found] = []
+        found: list[tuple[Array, list[Array]]] = []
         state = unstep(problem.rule, t, state, h, turns, again)
-        state = unfollow(problem.statistics, t, state, rates, turns, here[-1].seen)
-        return state, (_state_print(problem, state), _batch_print(problem, frozen, t), here[-1].value)
+        loss, seen = found[-1]
+        state = unfollow(problem.statistics, t, state, rates, turns, seen)
+        return state, (_state_print(problem, state), _batch_print(problem, frozen, t), loss)
 
     end, (states, batches, losses, largest) = problem.run(forward, consts, first, xs)
     last, (back_states, back_batches, again) = problem.run(backward, consts, end, xs, reverse=True)

@@ -11,6 +11,7 @@ For SGD the lines of `body` are, with u = -(1-m) dv the cotangent of the gradien
     dw += H u;  dtheta += (d_theta g)^T u;  dv = m dv
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +20,8 @@ from jax import Array
 
 from hypergrad.adjoints.link import Cotangents, decayed, decays, plus, pull, spread, undo_link
 from hypergrad.loop.drivers import Pause
-from hypergrad.loop.gradient import along, along_kept, first_order, found, gradient_of, of_theta
 from hypergrad.loop.problem import Inputs, Problem, join_steps, split
-from hypergrad.loop.step import Exact, Hypers, Rule, Values, evidence, parameters, transformed, unfollow
+from hypergrad.loop.step import Exact, Hypers, Rule, Values, evidence, parameters, settled, transformed, unfollow
 from hypergrad.optimizers.chain import PARAMS, STATISTICS
 
 
@@ -85,8 +85,8 @@ def reverse(
     rule = problem.rule
     *others, params = rule.chain
     constant, stepped = problem.beside(split, inputs.h)
-    first = problem.maybe_jit(first_order(problem))
-    gradient = gradient_of(problem)
+    first_order = _first_order(problem, with_theta=ct.theta is not None)
+    gradient = problem.maybe_jit(problem.gradient)
 
     def body(consts: Any, carry: Any, x: Any) -> tuple[Any, Any]:
         state, (dz, owed, ds, dconstant, dtheta) = carry
@@ -106,23 +106,23 @@ def reverse(
         ct = ct._replace(z=decayed(ct.z, decays(rule, [params], h)))
         w, wide_w = parameters(rule, t, state.z), rule.floats(state.z, params)
         batch = problem.batch(frozen, t)
-        at_w = lambda w, push: first(w, push, theta, frozen, batch)  # noqa: E731
+        at_w = lambda w, push: first_order(w, push, theta, frozen, batch)  # noqa: E731
         push = evidence_cotangent(problem, state.z, ds, rates)
-        if rule.isolate:
-            value, g, seen, tangent = found(problem, t, gradient, w, theta, frozen, batch)
-            g, g_theta = problem.joined(t, g), None if dloss is None else of_theta(problem, w, theta, frozen, batch)
-        else:
+        if rule.linear:
             u = gradient_cotangent(rule, state.z, ct.z, h)
             if rule.transforms:
                 u = pull_transforms(rule, h, wide_w, rule.decoded(state.z, params), u)[2]
-            (g, g_theta), (hu, cross), (value, seen) = along(problem, t, at_w, w, u, push)
+            (g, g_theta), (hu, cross), (value, seen) = _along(problem, t, at_w, w, u, push)
+        if rule.isolate:
+            value, g, seen = problem.apart(t, gradient, w, theta, frozen, batch)
+            g = problem.joined(t, g)
         state, means = undo_statistics(problem, t, state, means, rates, turns, seen)
         state, ct, u = undo_others(state, ct, evidence(rule, t, h, wide_w, g))
         if rule.transforms:
             dh, dw, u = pull_transforms(rule, h, wide_w, g, u)
             ct = Cotangents({**ct.z, PARAMS: plus(ct.z[PARAMS], dw)}, plus(ct.h, dh), ct.theta)
-        if rule.isolate:
-            hu, cross = along_kept(problem, t, tangent, u, push)
+        if not rule.linear:
+            (g, g_theta), (hu, cross), _ = _along(problem, t, at_w, w, u, push)
 
         dw, dtheta = plus(ct.z[PARAMS], hu), plus(dtheta, cross)
         if dloss is not None:
@@ -159,6 +159,33 @@ def _joined(problem: Problem, dconstant: Hypers, dstepped: Hypers, h: Hypers) ->
 def _ones(constant: Hypers, stepped: Hypers) -> Hypers:
     """Like the hyperparameters of one step."""
     return join_steps(*jax.tree.map(jnp.ones_like, (constant, jax.tree.map(lambda x: x[0], stepped))))
+
+
+def _first_order(problem: Problem, with_theta: bool) -> Callable[..., tuple[Any, Any]]:
+    """(w, push, theta, frozen, batch) -> ((gradient of loss + push . evidence in w, in theta or None), (loss, evidence))."""
+
+    def pushed(w: list[Array], theta: list[Array], push: list[Array], *rest: Any) -> tuple[Array, Any]:
+        value, seen = problem.value(w, theta, *rest)
+        return sum((jnp.vdot(a, x) for a, x in zip(push, seen, strict=False)), value), (value, seen)
+
+    def gradients(w: list[Array], push: list[Array], theta: list[Array], *rest: Any) -> tuple[Any, Any]:
+        differentiated = jax.value_and_grad(pushed, argnums=(0, 1) if with_theta else 0, has_aux=True)
+        (_, found), g = differentiated(w, theta, push, *rest)
+        return (g if with_theta else (g, None)), found
+
+    return problem.maybe_jit(gradients)
+
+
+def _along(
+    problem: Problem, t: Array, first_order: Callable[..., Any], w: list[Array], u: list[Array], push: list[Array]
+) -> Any:
+    """Forward over reverse: ((g, g_theta), (H u, (d_theta g)^T u), (loss, evidence)) from one jvp, without residuals of
+    residuals. A push from 0 along the cotangent of the evidence adds what the statistics pass back to the second of them."""
+    with jax.enable_x64(problem.x64):
+        none = [jnp.zeros_like(x) for x in push]
+        directions = settled(problem.rule.layout.split(u)), settled(push)
+        (g, g_theta), (hu, cross), found = settled(jax.jvp(first_order, (w, none), directions, has_aux=True))
+    return (problem.joined(t, g), g_theta), (problem.joined(t, hu), cross), found
 
 
 def _norms(dz: Values) -> dict[str, Array]:

@@ -42,10 +42,10 @@ class Reversible:
     one jitted step; not under jit or vmap); None: the host for `hg.host_batches`, and outside of jit and vmap for losses
     with convolutions on a CPU of several cores, else the scan. buffer: "device"; "host": a host loop that takes words to
     host memory once they are full, so that the device's does not grow with the steps; "gmpy2": one arbitrary-precision
-    integer per parameter, the slow reference, on the host. isolate: compile each gradient apart from what surrounds it, so
-    that its bits are the same in both passes; None: where needed, which is for rules that are not linear in the gradient
-    and under `jax.vmap`. progress: with driver="host", called now and then with ("forward" or "reverse", steps done,
-    steps), as `hg.callbacks.Steps()` is.
+    integer per parameter, the slow reference, on the host. isolate: compute each gradient once more on the way back,
+    compiled apart from its derivative, so that its bits are the same in both passes; None: where needed, which is for rules
+    that are not linear in the gradient and under `jax.vmap`. progress: with driver="host", called now and then with
+    ("forward" or "reverse", steps done, steps), as `hg.callbacks.Steps()` is.
     """
 
     capacity: int | None = None
@@ -92,11 +92,18 @@ class Residuals(NamedTuple):
     end: Exact
     losses: Array
     status: Status
-    learned: "_Flag"
+    with_theta: "_Flag"
 
 
 class _Flag(eqx.Module):
     value: bool = eqx.field(static=True)
+
+
+class Wanted(NamedTuple):
+    """What somebody differentiates, known when the program is built."""
+
+    theta: bool
+    statistics: bool  # what they came to
 
 
 def _run_fwd(problem: Problem, capacity: int | None, *inputs: Any) -> tuple[Outcome, Residuals]:
@@ -107,22 +114,21 @@ def _run_fwd(problem: Problem, capacity: int | None, *inputs: Any) -> tuple[Outc
             raise ValueError(
                 f"`batches` is differentiated, in {path}; that derivative would be lost. Pass learned data through `theta`."
             )
-    learned = any(jax.tree.leaves(perturbed.theta))
-    problem = dataclasses.replace(problem, learned=learned)
     with jax.enable_x64(True):
         words = _capacities(problem, arrays.h, capacity)
     outcome, end = _forward(problem, words, arrays)
     if problem.throw and concrete(outcome.status) and not outcome.status.ok:
         raise outcome.status.error()  # here it is known; outside, an eager jax.grad makes a tracer of it
-    return outcome, Residuals(arrays, end, outcome.losses, outcome.status, _Flag(learned))
+    return outcome, Residuals(arrays, end, outcome.losses, outcome.status, _Flag(any(jax.tree.leaves(perturbed.theta))))
 
 
 def _run_bwd(problem: Problem, capacity: int | None, residuals: Residuals, ct: Outcome) -> tuple[Any, ...]:
-    inputs, problem = residuals.inputs, dataclasses.replace(problem, learned=residuals.learned.value)
+    inputs = residuals.inputs
     dvalues = jax.tree.map(_dense, ct.values, is_leaf=_is_zero)
     dlosses = None if _is_zero(ct.losses) else ct.losses
     followed = not all(map(_is_zero, ct.values.get(STATISTICS, ())))
-    gradients, back, norms = _backward(problem, inputs, residuals.end, dvalues, dlosses, followed)
+    wanted = Wanted(residuals.with_theta.value, followed)
+    gradients, back, norms = _backward(problem, inputs, residuals.end, dvalues, dlosses, wanted)
     status = _certificate(residuals.status, back)
     if problem.probed:
         trace(status, residuals.losses, norms)
@@ -192,21 +198,21 @@ def _words(problem: Problem, capacity: tuple[Any, ...] | None) -> dict[str, int 
 _jitted_forward = jax.jit(_forward_pass, static_argnums=(0, 1))
 
 
-def _backward(problem: Problem, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any, followed: bool) -> Any:
+def _backward(problem: Problem, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any, wanted: Wanted) -> Any:
     arguments = inputs, end, dvalues, dlosses
     problem = settled_driver(problem, arguments)
     with jax.enable_x64(True):
         if not _known(arguments):
-            return once(batched_apart(_jitted_backward, forward=False))(problem, followed, *arguments)
+            return once(batched_apart(_jitted_backward, forward=False))(problem, wanted, *arguments)
         if problem.driver == "scan":
-            return programs.call(_jitted_backward, (problem, followed), *arguments)
-        return _backward_pass(problem, followed, *arguments)
+            return programs.call(_jitted_backward, (problem, wanted), *arguments)
+        return _backward_pass(problem, wanted, *arguments)
 
 
 def _backward_pass(
-    problem: Problem, followed: bool, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any
+    problem: Problem, wanted: Wanted, inputs: Inputs, end: Exact, dvalues: Any, dlosses: Any
 ) -> tuple[tuple[Any, Any, Any], Array, dict[str, Array] | None]:
-    plan, zero = problem.beside(_begin_back, inputs, dvalues, static=(followed,))
+    plan, zero = problem.beside(_begin_back, inputs, dvalues, static=(wanted,))
     if problem.shelved:
         end, shelves = shelf.unshelved(end)
         back = reverse(problem, inputs, end, shelf.unslotted(turns_of(plan)), zero, dlosses, shelf.bring(plan, shelves))
@@ -216,13 +222,13 @@ def _backward_pass(
     return gradients, found, back.norms
 
 
-def _begin_back(problem: Problem, followed: bool, inputs: Inputs, dvalues: Any) -> tuple[Any, Cotangents]:
-    """When buffers spill, and the cotangents of what comes out; followed: whether what the statistics came to has any."""
+def _begin_back(problem: Problem, wanted: Wanted, inputs: Inputs, dvalues: Any) -> tuple[Any, Cotangents]:
+    """When buffers spill, and the cotangents of what comes out."""
     dz = {}
-    for rule in problem.rules if followed else (problem.rule,):
+    for rule in problem.rules if wanted.statistics else (problem.rule,):
         for link in rule.chain:
             dz[link.name] = [d.astype(t) for d, t in zip(dvalues[link.name], rule.dtypes, strict=True)]
-    dtheta = jax.tree.map(jnp.zeros_like, inputs.theta) if problem.learned else None
+    dtheta = jax.tree.map(jnp.zeros_like, inputs.theta) if wanted.theta else None
     dh = [{k: jnp.zeros_like(x) for k, x in hj.items()} for hj in inputs.h]
     return schedules(problem, inputs.h), Cotangents(dz, dh, dtheta)
 

@@ -7,6 +7,7 @@ whose derivative is that of the real update. No derivative code is shared with `
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from hypergrad.exact import decode, substitute
-from hypergrad.loop.gradient import found, gradient_of
 from hypergrad.loop.problem import Inputs, Problem, begun, join_steps, schedules, split_steps, turns_of
 from hypergrad.loop.status import Outcome, assess
 from hypergrad.loop.step import Exact, Values, advance, increment, increments, isolated, transformed
@@ -65,7 +65,7 @@ class Checkpointed:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # outside of `jit`, a derivative would be one small program per operation
 def _run(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
-    rule, gradient = problem.rule, gradient_of(problem)
+    rule = problem.rule
     scan = functools.partial(_checkpointed_scan, checkpoints=checkpoints) if checkpoints else jax.lax.scan
     with jax.enable_x64(True):
         plan = schedules(problem, jax.lax.stop_gradient(inputs.h))
@@ -81,16 +81,13 @@ def _run(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
             decoded = rule.decoded(state.z, rule.chain[-1])
             w = [substitute(s.astype(d.dtype), d) for s, d in zip(shadow[PARAMS], decoded, strict=True)]
             batch = problem.batch(inputs.frozen, t)
-            args = rule.layout.split(w), inputs.theta, inputs.frozen, batch
-            value, g, seen = problem.gradient(*args)
-            if rule.isolate:
-                here = found(problem, t, gradient, *_stopped(args))
-                value, g, seen = jax.tree.map(substitute, (value, g, seen), (here.value, here.g, here.seen))
+            value, g, seen = _same_bits(
+                t, rule.isolate, problem.gradient, rule.layout.split(w), inputs.theta, inputs.frozen, batch
+            )
             g = problem.joined(t, g)
             if rule.transforms:
                 wide_w = [substitute(*a) for a in zip(shadow[PARAMS], rule.floats(state.z, rule.chain[-1]), strict=True)]
-                apart = isolated(t, functools.partial(transformed, rule), *_stopped((h, wide_w, g)))
-                g = jax.tree.map(substitute, transformed(rule, h, wide_w, g), apart)
+                g = _same_bits(t, True, functools.partial(transformed, rule), h, wide_w, g)
             for owner, link, part in problem.links(all_h):
                 told = g if owner is rule else seen
                 others = [{k.name: shadow[k.name][j] for k in owner.chain if k is not link} for j in owner.leaves]
@@ -120,6 +117,12 @@ def _run(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
             values[PARAMS].append(substitute(s.astype(d.dtype), d))
         status = assess(problem, inputs.values, inputs.h, plan, end.z, losses, capacity)
         return Outcome(values, losses, jax.lax.stop_gradient(status))
+
+
+def _same_bits(t: jax.Array, apart: bool, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), with the bits of the forward pass of `Reversible`, where it may be isolated (`apart`)."""
+    real = function(*args)
+    return jax.tree.map(substitute, real, isolated(t, function, *_stopped(args))) if apart else real
 
 
 def _stopped(args: Any) -> Any:

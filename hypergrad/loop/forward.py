@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.loop.drivers import Pause
-from hypergrad.loop.gradient import found, gradient_of
 from hypergrad.loop.problem import Inputs, Problem, join_steps, split
 from hypergrad.loop.step import Exact, follow, parameters, step
 
@@ -17,7 +16,7 @@ def forward(
 ) -> tuple[Exact, Array]:
     """Train: `step` for t = 0..steps-1 from `state`; also the losses [steps]. Call it inside `jax.enable_x64(True)`."""
     constant, stepped = problem.beside(split, inputs.h)
-    gradient = gradient_of(problem)
+    gradient = problem.maybe_jit(problem.gradient)
 
     def body(consts: Any, state: Exact, x: Any) -> tuple[Exact, Array]:
         return train_step(problem, gradient, consts, state, x)
@@ -31,7 +30,7 @@ def train_step(problem: Problem, gradient: Callable[..., Any], consts: Any, stat
     rule = problem.rule
     (constant, theta, frozen), (t, stepped, turns) = consts, x
     w = parameters(rule, t, state.z)
-    value, g, seen, _ = found(problem, t, gradient, w, theta, frozen, problem.batch(frozen, t))
+    value, g, seen = problem.apart(t, gradient, w, theta, frozen, problem.batch(frozen, t))
     h, rates = problem.parts(join_steps(constant, stepped))
     state = step(rule, t, state, h, turns, problem.joined(t, g))
     return follow(problem.statistics, t, state, rates, turns, seen), value

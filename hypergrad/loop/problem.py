@@ -77,7 +77,6 @@ class Problem:
     words: tuple[int | None, ...]  # per link: buffer words per parameter, where its decay is known beforehand
     throw: bool
     statistics: tuple[Rule, ...] = ()  # how they move, if there are any: one chain of one link, whose "gradient" is evidence
-    learned: bool = False  # whether theta is differentiated: then the derivative of its gradient is wanted too
     probed: bool = False  # whether the reverse pass also gives the norms of its cotangents
     source: HostBatches | None = None  # of batches that Python loads, for host drivers
     progress: drivers.Progress | None = None  # told by host drivers how far they are

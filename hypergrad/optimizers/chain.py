@@ -58,8 +58,8 @@ class Optimizer(eqx.Module):
     """Base of reversible optimizers: dataclass fields are the hyperparameters, `chain` is the update.
 
     Each field is a scalar, a `PerStep`, an array of a parameter's shape, or a pytree prefix of the parameters with such
-    leaves. `linear`: every gradient enters its increment linearly, with a factor made of hyperparameters alone (the
-    reverse pass then takes gradient and derivative in one). `entrywise`: what becomes of an entry depends on no other entry
+    leaves. `linear`: every gradient enters its increment linearly, with a factor made of hyperparameters alone
+    (the reverse pass is then cheaper by one linearization). `entrywise`: what becomes of an entry depends on no other entry
     of its leaf, nor on its shape (small leaves are then laid side by side: less to compile).
     """
 
