@@ -106,6 +106,19 @@ def test_second_moments_lost_in_noise_do_not_blow_up_a_step(b: Any) -> None:
     assert 1 < np.abs(np.diff(way, axis=0)).max() <= (1 - 0.9) / np.sqrt(1 - 0.999), "more than Adam's own bound"
 
 
+@pytest.mark.parametrize("b2", [0.999, 0.9], ids=["the mean bounded", "nothing bounds it"])
+def test_where_second_moments_are_lost_the_derivative_is_that_of_the_mean(b2: float) -> None:
+    """w <- w - a g / eps, as g^2 is far below the quanta: any root but zero there would show."""
+    batches = hg.full_batch(jnp.zeros(1))
+
+    def end(g: jax.Array) -> jax.Array:
+        run = hg.train(lambda w, g, _: jnp.vdot(w, g), jnp.ones(3), hg.Adam(1e-3, 0.95, b2), batches, theta=g, steps=5)
+        return jnp.sum(run.params)
+
+    slopes = jax.grad(end)(jnp.full(3, 1e-12))
+    np.testing.assert_allclose(slopes, -5 * 1e-3 / 1e-8, rtol=1e-6)
+
+
 def test_what_is_frozen_stays_and_does_not_decay() -> None:
     adamw = hg.AdamW(0.05, weight_decay=1.0)
     start = NET.params()

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.exact import FINE_DENOMINATOR, substitute
+from hypergrad.exact import FINE_DENOMINATOR
 from hypergrad.optimizers.chain import Link, Optimizer, View
 
 
-_FLOOR = 2.0**-90  # no mean of squares is below it but zero
 _MEAN = Link("mean", lambda h, z, g: (1 - h.b1) * g, decay="b1")
 _SQUARE = Link("square", lambda h, z, g: (1 - h.b2) * (g * g), decay="b2", wide=True, bits_a_step=0.25)
 
@@ -70,8 +69,9 @@ class AdamW(Adam):
 
 
 def _root(x: Array) -> Array:
-    """sqrt(max(x, 0)), whose derivative is finite at zero, so that what multiplies it there, zero, makes it zero."""
-    return jnp.sqrt(substitute(x, jnp.maximum(x, _FLOOR)))
+    """sqrt(max(x, 0)) whose derivative at zero is zero, not infinite."""
+    positive = x > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
 
 
 @jax.jit
