@@ -19,7 +19,7 @@ from hypergrad.adjoints.backward import Reversed, reverse
 from hypergrad.adjoints.link import Cotangents
 from hypergrad.adjoints.traced import batched_apart, once
 from hypergrad.errors import OK, REVERSAL, Status
-from hypergrad.exact import PUBLIC_WORD_BITS, WORD_BITS
+from hypergrad.exact import PUBLIC_WORD_BITS, WORD_BITS, all_of
 from hypergrad.loop import shelf
 from hypergrad.loop.forward import forward
 from hypergrad.loop.problem import Inputs, Problem, begun, intact, schedules, turns_of
@@ -235,7 +235,7 @@ def _begin_back(problem: Problem, wanted: Wanted, inputs: Inputs, dvalues: Any) 
 
 def _gradients(problem: Problem, inputs: Inputs, back: Reversed) -> tuple[tuple[Any, Any, Any], Array]:
     """Of values, hyperparameters and theta; and per place, whether the start was found again."""
-    found = intact(problem, inputs.values, back.start) & jnp.isfinite(back.losses).all()
+    found = intact(problem, inputs.values, back.start) & all_of(jnp.isfinite(back.losses))
     dvalues = {**jax.tree.map(jnp.zeros_like, inputs.values), **back.ct.z}
     dvalues = jax.tree.map(lambda d, x: d.astype(x.dtype), dvalues, inputs.values)
     dtheta = jax.tree.map(jnp.zeros_like, inputs.theta) if back.ct.theta is None else back.ct.theta

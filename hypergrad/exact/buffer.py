@@ -44,6 +44,10 @@ class Turn(NamedTuple):
     slot: Array  # int32, the number of words spilled before
     step: Array | int = 0  # int32; the same for the whole batch under vmap, whatever else differs
 
+    def unslotted(self) -> "Turn":
+        """The same for a stack of one word."""
+        return self._replace(slot=jnp.zeros_like(self.slot))
+
 
 class Buffer(NamedTuple):
     """Lost digits of one leaf of one link."""

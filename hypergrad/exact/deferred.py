@@ -12,6 +12,7 @@ steps touch neither. When a word leaves, and every scale, depends on n_1..n_T al
 One word a step is enough for n >= d / 2^16, and 1 <= scale <= 2^16 always: a product in float64, the same in every pass.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -27,12 +28,36 @@ FULL = 2.0**WORD_BITS  # the scale that nothing has fallen from
 
 
 class Deferral(NamedTuple):
-    """What a step must know beforehand: these, or arrays with a leading step axis."""
+    """What a step must know beforehand, or all steps with a leading axis.
 
-    after: Array  # float64 [2]: the scale that the step leaves, and its inverse
-    before: Array  # float64 [2]: those that it finds
-    spills: Array  # bool, whether a word leaves the integers
-    slot: Array  # int32, the number of words that have left before
+    In one array, since XLA compiles two kernels for each that a loop writes.
+    """
+
+    row: Array  # float64 [5]: `after`, `before`, and `slot`, plus a half at a step that `spills`
+
+    @property
+    def after(self) -> Array:
+        """The scale that the step leaves, and its inverse: float64 [2]."""
+        return self.row[..., :2]
+
+    @property
+    def before(self) -> Array:
+        """Those that it finds."""
+        return self.row[..., 2:4]
+
+    @property
+    def spills(self) -> Array:
+        """Whether a word leaves the integers: bool []."""
+        return self.row[..., 4] % 1 > 0
+
+    @property
+    def slot(self) -> Array:
+        """The number of words that have left before: int32 []."""
+        return self.row[..., 4].astype(jnp.int32)
+
+    def unslotted(self) -> "Deferral":
+        """The same for a stack of one word."""
+        return Deferral(self.row.at[..., 4].set(self.row[..., 4] % 1))
 
 
 class Words(NamedTuple):
@@ -43,11 +68,7 @@ class Words(NamedTuple):
 
 def hold(z: Value) -> Scaled:
     """An integer of the grid, 16 bits coarser, at the full scale."""
-    return Scaled(z, _factors(jnp.float64(FULL)))
-
-
-def _factors(scale: Array) -> Array:
-    return jnp.stack([scale, 1 / scale])
+    return Scaled(z, jnp.asarray([FULL, 1 / FULL]))
 
 
 def empty_words(shape: tuple[int, ...], capacity: int | None) -> Words:
@@ -103,13 +124,15 @@ def length(words: Words, spilled: Array) -> Array:
     return WORD_BITS * spilled
 
 
+@functools.partial(jax.jit, static_argnames="denominator")
 def schedule(n: Array, denominator: int) -> Schedule:
     """Scales and spills of a leaf: int64 [steps]."""
 
     def body(carry: tuple[Array, Array], n: Array) -> tuple[tuple[Array, Array], Deferral]:
         scale, slot = carry
         after, left, spills = _fallen(scale, slot, n.astype(jnp.float64), denominator, jnp.where)
-        return (after, left), Deferral(_factors(after), _factors(scale), spills, slot)
+        row = jnp.stack([after, 1 / after, scale, 1 / scale, (slot + left) / 2])
+        return (after, left), Deferral(row)
 
     (last, words), turns = jax.lax.scan(body, (jnp.float64(FULL), jnp.int32(0)), n)
     return Schedule(turns, words, jnp.log2(FULL / last))

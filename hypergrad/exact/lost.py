@@ -60,6 +60,7 @@ def plus(z: Wide, high: Array, low: Array, old: Wide | None) -> Wide:
     return Wide(z.high + high - ((new - low) >> LOW_BITS), new)
 
 
+@jax.jit
 def first_lost(z: Value) -> Lost:
     """The first that left, and of those that left together the one of the lowest index."""
     z = _limb(z).reshape(-1)

@@ -13,7 +13,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -34,7 +33,7 @@ class Shelf:
 
 
 def unslotted(turns: Turns) -> Turns:
-    return {name: [turn._replace(slot=jnp.zeros_like(turn.slot)) for turn in leaves] for name, leaves in turns.items()}
+    return {name: [turn.unslotted() for turn in leaves] for name, leaves in turns.items()}
 
 
 def keep(plan: dict[str, list[Schedule]], shelves: dict[str, list[Shelf]]) -> Pause:
