@@ -31,7 +31,7 @@ def check_inverse(optimizer: Optimizer, params: Any = None, *, steps: int = 20, 
     params = {"w": jnp.zeros((3, 4), jnp.float32)} if params is None else params
     leaves = jax.tree.leaves(params)
     layout = separate([x.shape for x in leaves])
-    h = prepared(optimizer, params, steps, layout)
+    h, _ = prepared(optimizer, params, steps, layout)
     rule = _rule_of(optimizer, layout, h, leaves)
     rng = np.random.default_rng(seed)
     with jax.enable_x64(True):

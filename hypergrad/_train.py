@@ -128,9 +128,9 @@ def set_up(
     values = door.check_state(optimizer.chain, params, state)
     layout = layout_of(optimizer, params)
     values = {name: layout.join(x) for name, x in values.items()}
-    h = prepared(optimizer, params, steps, layout)
+    h, unchanged = prepared(optimizer, params, steps, layout)
     rule = _rule(optimizer.chain, h, leaves, layout, adjoint, optimizer.linear, transforms(optimizer))
-    fields = optimizer.layers[-1].hyperparameters()
+    fields = {name: x for name, x in optimizer.layers[-1].hyperparameters().items() if name in unchanged}
     words = tuple(_words_known(link, fields.get(str(link.decay)), params, steps) for link in optimizer.chain)
     followers: tuple[Rule, ...] = ()
     if means is not None:

@@ -154,6 +154,21 @@ def test_the_capacity_asked_for_is_enough():
     np.testing.assert_allclose(enough, exact, rtol=1e-6)
 
 
+class OfFive(hg.SGD):
+    """Its decay is not what the field says: momentum^5."""
+
+    def prepare(self, h, steps):
+        return {**h, "momentum": h["momentum"] ** 5}
+
+
+def test_room_for_a_decay_that_prepare_changes():
+    slope = lambda rule, m: jax.grad(lambda rate: final(optimizer=rule(rate, m), steps=MANY))(0.1)  # noqa: E731
+    nearest = round(0.01 * 2**16) / 2**16
+    np.testing.assert_allclose(slope(OfFive, nearest**0.2), slope(hg.SGD, nearest), rtol=1e-4)
+    with fails(hg.RangeError, "momentum", "params['w']", "must be in (0, 1)"):
+        slope(OfFive, 0.05)  # the field may be that, its fifth power may not
+
+
 def impure():
     """Another batch whenever the compiled code asks for one."""
     calls = []

@@ -1,5 +1,6 @@
 """How a run went: what its last values, losses, decays and words say, as one `Status`."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -31,11 +32,8 @@ def assess(
     capacity: dict[str, int | None],
 ) -> Status:
     """The first thing that went wrong, or OK. Call it inside `jax.enable_x64(True)`. end: the last integers of all links."""
-    codes = [_decays(problem, h), _values(problem, end, losses), _words(plan, capacity)]
-    code, step, place, value = codes[-1]
-    for c, s, p, v in reversed(codes[:-1]):
-        code, step = jnp.where(c != OK, c, code), jnp.where(c != OK, s, step)
-        place, value = jnp.where(c != OK, p, place), jnp.where(c != OK, v, value)
+    found = [_decays(problem, h), _values(problem, end, losses), _words(plan, capacity)]
+    code, step, place, value = functools.reduce(_first, [x for x in found if x is not None])
     bits, ideal = _bits(problem, values, h, plan)
     words = -(-most_words(plan) * WORD_BITS // PUBLIC_WORD_BITS)
     as_int = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
@@ -46,18 +44,33 @@ def assess(
     )  # fmt: skip
 
 
-def _decays(problem: Problem, h: Hypers) -> tuple[Any, Any, Any, Any]:
-    code, step, place, value = jnp.int32(OK), jnp.int32(-1), jnp.int32(-1), jnp.float32(0)
-    places = ((link, hj) for _, link, part in problem.links(h) for hj in part)
-    for index, (link, hj) in enumerate(places, len(problem.labels.limits)):
-        if link.decay:
-            bad, s, v = first_bad_decay(link, hj)
-            code, step = jnp.where(bad, DECAY, code), jnp.where(bad, s, step)
-            place, value = jnp.where(bad, index, place), jnp.where(bad, v, value)
-    return code, step, place, value
+class Found(NamedTuple):
+    """What one check says."""
+
+    code: Any
+    step: Any = -1
+    place: Any = -1
+    value: Any = 0.0
 
 
-def _values(problem: Problem, values: Values, losses: Array) -> tuple[Any, Any, Any, Any]:
+def _first(x: Found, y: Found) -> Found:
+    """x if it found something, else y."""
+    return Found(*(jnp.where(x.code != OK, a, b) for a, b in zip(x, y, strict=True)))
+
+
+def _decays(problem: Problem, h: Hypers) -> Found | None:
+    """The last decay out of its interval; None if all were known, and looked at, when the program was built."""
+    found = None
+    rows = zip(problem.links(h), problem.words, strict=True)
+    places = ((link, known, hj) for (_, link, part), known in rows for hj in part)
+    for index, (link, known, hj) in enumerate(places, len(problem.labels.limits)):
+        if link.decay and known is None:
+            bad, step, value = first_bad_decay(link, hj)
+            found = _first(Found(jnp.where(bad, DECAY, OK), step, index, value), found or Found(OK))
+    return found
+
+
+def _values(problem: Problem, values: Values, losses: Array) -> Found:
     """The first value that left its grid, or loss that is no number: at one step the value, as losses come of values."""
     found, places, before = [], [], 0
     for rule in problem.rules:
@@ -71,7 +84,7 @@ def _values(problem: Problem, values: Values, losses: Array) -> tuple[Any, Any, 
     code = jnp.where(step == STEPS, OK, jnp.where(jnp.isfinite(value), RANGE, NON_FINITE))
     bad = first_true(~jnp.isfinite(losses))
     of_loss = ~jnp.isfinite(losses[bad]) & (bad < step)
-    return (
+    return Found(
         jnp.where(of_loss, NON_FINITE, code),
         jnp.where(of_loss, bad, step),
         jnp.where(of_loss, -1, jnp.stack(places)[first]),
@@ -79,12 +92,12 @@ def _values(problem: Problem, values: Values, losses: Array) -> tuple[Any, Any, 
     )
 
 
-def _words(plan: dict[str, list[Schedule]], capacity: dict[str, int | None]) -> tuple[Any, Any, Any, Any]:
+def _words(plan: dict[str, list[Schedule]], capacity: dict[str, int | None]) -> Found:
     full = jnp.bool_(False)
     for name, leaves in plan.items():
         if (limit := capacity[name]) is not None:
             full |= jnp.stack([s.words for s in leaves]).max() > limit
-    return jnp.where(full, BUFFER_FULL, OK), jnp.int32(-1), jnp.int32(-1), jnp.float32(0)
+    return Found(jnp.where(full, BUFFER_FULL, OK))
 
 
 def most_words(plan: dict[str, list[Schedule]]) -> Array:

@@ -80,17 +80,18 @@ def _fields(optimizer: Optimizer) -> list[tuple[Optimizer, str, str, Any]]:
     return [(x, field, f"{at}{field}", given) for at, x in layers for field, given in x.hyperparameters().items()]
 
 
-def prepared(optimizer: Optimizer, params: Any, steps: int, layout: Layout) -> list[dict[str, Array]]:
-    """`expand` followed by the `prepare` of each layer, the rule's first, with every decay an exact n/d."""
-    result = []
-    for h in expand(optimizer, params, steps, layout):
+def prepared(optimizer: Optimizer, params: Any, steps: int, layout: Layout) -> tuple[list[dict[str, Array]], frozenset[str]]:
+    """`expand` followed by the `prepare` of each layer, the rule's first, with every decay an exact n/d; and the decays that
+    are fields still, as they were given."""
+    decays = {link.decay: link for link in optimizer.chain if link.decay}
+    result, given = [], frozenset(decays)
+    for fields in expand(optimizer, params, steps, layout):
+        h = fields
         for layer in reversed(optimizer.layers):
             h = dict(layer.prepare(h, steps))
-        for link in optimizer.chain:
-            if link.decay:
-                h[link.decay] = _ratio(link, h[link.decay])
-        result.append(h)
-    return result
+        given &= {name for name in decays if h[name] is fields.get(name)}
+        result.append({**h, **{name: _ratio(link, h[name]) for name, link in decays.items() if name not in given}})
+    return result, given
 
 
 def prepared_statistics(statistics: Statistics, steps: int) -> list[dict[str, Array]]:
