@@ -97,20 +97,17 @@ def _minus(z: Value, quanta: Any) -> Value:
 
 def _quanta(z: Value, increment: Array, fraction_bits: int) -> Any:
     """What the increment is to the integers: int64 [...], or two, of which the second may have any sign."""
+    per_unit: Any = 2.0**fraction_bits
     if isinstance(z, Scaled):
-        return _quanta(z.z, _at_scale(z, increment, fraction_bits), fraction_bits)
+        z, per_unit = z.z, z.factors[1] * per_unit
+        if not isinstance(z, Wide):
+            return jnp.round(increment * per_unit).astype(jnp.int64)
     if not isinstance(z, Wide):
         return encode(increment, fraction_bits)
     # Rounded once, to 2^-(fraction_bits + 46). All else is exact, whatever a compiler contracts.
-    quanta = jnp.round(increment.astype(jnp.float64) * 2.0 ** (fraction_bits + LOW_BITS))
+    quanta = jnp.round(increment.astype(jnp.float64) * (per_unit * 2.0**LOW_BITS))
     whole = jnp.floor(quanta * 2.0**-LOW_BITS)
     return whole.astype(jnp.int64), nearest(quanta - whole * 2.0**LOW_BITS)
-
-
-def _at_scale(z: Scaled, increment: Array, fraction_bits: int) -> Array:
-    """What the increment is to the integers, in whole quanta where `_quanta` does not round."""
-    x = increment * z.factors[1]
-    return x if isinstance(z.z, Wide) else jnp.round(x * 2.0**fraction_bits) * 2.0**-fraction_bits
 
 
 def _at_least_float32(dtype: Any) -> Any:
