@@ -119,6 +119,19 @@ def test_where_second_moments_are_lost_the_derivative_is_that_of_the_mean(b2: fl
     np.testing.assert_allclose(slopes, -5 * 1e-3 / 1e-8, rtol=1e-6)
 
 
+def test_the_second_derivative_of_adam_is_that_of_the_first() -> None:
+    """Its rule for a quotient names the quotient again; one weight has no gradient, where a root has no derivative."""
+    with jax.enable_x64(True):
+        start = jnp.array([0.3, -0.7, 0.0])
+
+        def end(rate: jax.Array) -> jax.Array:
+            loss = lambda w, _, batch: jnp.sum((w[:2] ** 2 - batch) ** 2)  # noqa: E731
+            run = hg.train(loss, start, hg.Adam(rate), hg.full_batch(jnp.ones(1)), steps=10, adjoint=hg.Unrolled())
+            return jnp.sum(run.params**3)
+
+        check_grads(jax.jit(jax.grad(end)), (jnp.float64(0.03),), 1, ["rev"], rtol=1e-6, eps=1e-6)
+
+
 def test_what_is_frozen_stays_and_does_not_decay() -> None:
     adamw = hg.AdamW(0.05, weight_decay=1.0)
     start = NET.params()

@@ -19,7 +19,7 @@ def _step(h: View, z: View) -> Array:
     # Numerator and denominator of (m / c1) / (sqrt(s / c2) + eps), both times sqrt(c2): two numbers a step, no quotients.
     # The bound of the root stands outside of it: XLA:CPU would store the choice, and divide once more for its derivative.
     root, least = _root(z.square), h.least * jnp.abs(z.mean)
-    return -(h.learning_rate * h.unbias) * z.mean / (jnp.where(root > least, root, least) + h.eps * h.root2)
+    return -(h.learning_rate * h.unbias) * z.mean * _inverse(jnp.where(root > least, root, least) + h.eps * h.root2)
 
 
 class Adam(Optimizer):
@@ -69,9 +69,20 @@ class AdamW(Adam):
 
 
 def _root(x: Array) -> Array:
-    """sqrt(max(x, 0)) whose derivative at zero is zero, not infinite."""
-    positive = x > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
+    """sqrt(x) whose derivative at zero is zero, not infinite; there it is the least root of a number, 2^-63 in float32."""
+    return jnp.sqrt(jnp.where(x > 0, x, jnp.finfo(x.dtype).tiny))
+
+
+@jax.custom_jvp
+def _inverse(x: Array) -> Array:
+    return 1 / x
+
+
+@_inverse.defjvp
+def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """By the inverse itself: that of a quotient divides again."""
+    inverse = _inverse(*primals)
+    return inverse, -(tangents[0] * inverse) * inverse
 
 
 @jax.jit
