@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.exact import decode
-from hypergrad.loop.step import Exact, Hypers, Rule, Values, ambiguous, increment, increments_at, isolated, retreat
+from hypergrad.loop.step import Exact, Hypers, Rule, Values, composite, increment, increments_at, isolated, retreat
 from hypergrad.optimizers.chain import Link
 
 
@@ -54,7 +54,7 @@ def undo_link(
     """
     read = _stored(rule, link, t, state.z, h, g)
     back = pull(rule, link, read, ct.z, h, g)
-    updates = back.updates if rule.linear else increments_at(rule, link, t, read, h, g)
+    updates = back.updates if rule.linear else increments_at(rule, link, t, read, h, g, composite)
     state = retreat(rule, link, state, h, turns, updates)
     dz = spread(ct.z, back.z)
     dh = [{k: a[k] + summed(t, b[k], a[k].shape) for k in a} for a, b in zip(ct.h, back.h, strict=True)]
@@ -81,7 +81,7 @@ def _stored(rule: Rule, link: Link, t: Array, z: Values, h: Hypers, g: list[Arra
     What a branch computes is stored. In the open, XLA would read the integers again for every kernel of the derivative.
     """
     read = rule.readable(z, link)
-    if any(ambiguous(rule, link, h[j], read[j], None if g is None else g[j]) for j in rule.leaves):
+    if any(composite(rule, link, h[j], read[j], None if g is None else g[j]) for j in rule.leaves):
         return isolated(t, lambda z: rule.readable(z, link), z)
     return read
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.extend.core import Jaxpr
 
 from hypergrad import _programs as programs
 from hypergrad.exact import (
@@ -30,6 +31,7 @@ from hypergrad.exact import (
     unseen,
     widen,
 )
+from hypergrad.loop import arithmetic
 from hypergrad.optimizers.chain import PARAMS, Link, View
 from hypergrad.optimizers.layout import Layout
 from hypergrad.optimizers.transform import Transform
@@ -93,6 +95,7 @@ def increment(link: Link, h: dict[str, Array], z: dict[str, Array], g: Array | N
 
 
 Gradient = Callable[[list[Array]], list[Array]]
+Apart = Callable[..., bool]  # (rule, link, h, what is read, gradient or None) -> whether the increment is `isolated`
 
 
 def step(rule: Rule, t: Array, state: Exact, h: Hypers, turns: Turns, g: list[Array]) -> Exact:
@@ -146,32 +149,31 @@ def evidence(rule: Rule, t: Array, h: Hypers, w: list[Array], g: list[Array]) ->
 
 def increments(rule: Rule, link: Link, t: Array, z: Values, h: Hypers, g: list[Array] | None) -> list[Array]:
     """A link's increments, leaf by leaf, at the present values: the same bits in every pass."""
-    return increments_at(rule, link, t, rule.readable(z, link), h, g)
+    return increments_at(rule, link, t, rule.readable(z, link), h, g, ambiguous)
 
 
 def increments_at(
-    rule: Rule, link: Link, t: Array, read: list[dict[str, Array]], h: Hypers, g: list[Array] | None
+    rule: Rule, link: Link, t: Array, read: list[dict[str, Array]], h: Hypers, g: list[Array] | None, apart: Apart
 ) -> list[Array]:
-    """`increments` at what `Rule.readable` gives; `isolated` where compilers could contract them in more ways than one."""
+    """`increments` at what `Rule.readable` gives, `isolated` where `apart` asks for it."""
     one = functools.partial(increment, link)
     leaves = zip(h, read, [None] * len(read) if g is None else g, strict=True)
-    return [isolated(t, one, *args) if ambiguous(rule, link, *args) else one(*args) for args in leaves]
+    return [isolated(t, one, *args) if apart(rule, link, *args) else one(*args) for args in leaves]
+
+
+def composite(rule: Rule, link: Link, *args: Any) -> bool:
+    """Whether an increment is more than products, so that its derivative reads what it reads again."""
+    return not rule.linear and not arithmetic.only_products(_program(link, *args))
 
 
 def ambiguous(rule: Rule, link: Link, *args: Any) -> bool:
-    """Whether the bits of an increment may depend on what is compiled with it: a product has the same bits everywhere, and
-    so has a sum of scalars."""
-    if rule.linear:
-        return False
+    """Whether the bits of an increment may depend on what is compiled with it."""
+    return not rule.linear and arithmetic.ambiguous(_program(link, *args))
+
+
+def _program(link: Link, *args: Any) -> Jaxpr:
     arrays, rest = eqx.partition(args, eqx.is_array)
-    program = jax.make_jaxpr(lambda a: increment(link, *eqx.combine(a, rest)))(jax.eval_shape(lambda a: a, arrays))
-    return not all(
-        e.primitive.name in _PRODUCTS or (e.primitive.name in ("add", "sub") and not e.outvars[0].aval.shape)
-        for e in program.jaxpr.eqns
-    )
-
-
-_PRODUCTS = {"mul", "neg", "square", "integer_pow", "broadcast_in_dim", "reshape", "convert_element_type"}
+    return jax.make_jaxpr(lambda a: increment(link, *eqx.combine(a, rest)))(jax.eval_shape(lambda a: a, arrays)).jaxpr
 
 
 def isolated(t: Array, function: Callable[..., Any], *args: Any) -> Any:

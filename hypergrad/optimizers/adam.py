@@ -16,10 +16,9 @@ _SQUARE = Link("square", lambda h, z, g: (1 - h.b2) * (g * g), decay="b2", wide=
 
 
 def _step(h: View, z: View) -> Array:
-    # Numerator and denominator of (m / c1) / (sqrt(s / c2) + eps), both times sqrt(c2): two numbers a step, no quotients.
-    # The bound of the root stands outside of it: XLA:CPU would store the choice, and divide once more for its derivative.
-    root, least = _root(z.square), h.least * jnp.abs(z.mean)
-    return -(h.learning_rate * h.unbias) * z.mean * _inverse(jnp.where(root > least, root, least) + h.eps * h.root2)
+    # No product enters the sum: its bits are the same whatever it is compiled with, so it needs no program of its own.
+    root = _larger(_root(z.square * h.unbias_square), (h.least * h.unbias_root) * jnp.abs(z.mean))
+    return -(h.learning_rate * h.unbias_mean) * z.mean * _inverse(root + h.eps)
 
 
 class Adam(Optimizer):
@@ -46,8 +45,9 @@ class Adam(Optimizer):
     entrywise = True
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
-        root2 = jnp.sqrt(_bias_correction(h["b2"], steps))
-        return {**h, "unbias": root2 / _bias_correction(h["b1"], steps), "root2": root2, "least": _least(h["b1"], h["b2"])}
+        c1, c2 = _bias_correction(h["b1"], steps), _bias_correction(h["b2"], steps)
+        fixed = {"unbias_root": jax.lax.stop_gradient(1 / jnp.sqrt(c2)), "least": _least(h["b1"], h["b2"])}
+        return {**h, "unbias_mean": 1 / c1, "unbias_square": 1 / c2, **fixed}
 
 
 class AdamW(Adam):
@@ -83,6 +83,18 @@ def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, 
     """By the inverse itself: that of a quotient divides again."""
     inverse = _inverse(*primals)
     return inverse, -(tangents[0] * inverse) * inverse
+
+
+@jax.custom_jvp
+def _larger(x: Array, y: Array) -> Array:
+    return jax.lax.max(x, y)
+
+
+@_larger.defjvp
+def _larger_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    """By one choice for both: the derivative of a maximum divides, to share where the two are equal."""
+    first = primals[0] > primals[1]
+    return jnp.where(first, *primals), jnp.where(first, *tangents)
 
 
 @jax.jit

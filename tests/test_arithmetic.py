@@ -1,0 +1,92 @@
+"""Which increments may be computed in the open: their bits do not depend on what is compiled with them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import hypergrad as hg
+from hypergrad.loop import arithmetic
+from hypergrad.optimizers import Link, Optimizer
+
+
+def program(function: Callable[..., Any]) -> Any:
+    x = jnp.ones(3)
+    return jax.make_jaxpr(function)(x, x).jaxpr
+
+
+OPEN = {
+    "a product": lambda a, b: -(2 * a) * b,
+    "a sum of what goes in": lambda a, b: (1 - a) * b,
+    "a sum of a root": lambda a, b: a / (jnp.sqrt(a * b) + b),
+    "a sum of a quotient": lambda a, b: a / b + 1,
+    "a sum of a maximum": lambda a, b: jax.lax.max(a * b, b) + a,
+    "a call": lambda a, b: jax.jit(lambda x: x / b)(a) + 1,
+}
+AMBIGUOUS = {
+    "a product in a sum": lambda a, b: a * b + a,
+    "a square in a difference": lambda a, b: b - a**2,
+    "a product that is negated and spread": lambda a, b: jnp.broadcast_to(-(a * b), (2, 3)) + b,
+    "a choice that may be a product": lambda a, b: jnp.where(a > 0, a * b, a) + b,
+    "a product out of a call": lambda a, b: jax.jit(lambda x: x * b)(a) + 1,
+    "a product into a call": lambda a, b: jax.jit(lambda x: x + b)(a * b),
+    "a sum in a call": lambda a, b: jax.jit(lambda x: x * b + 1)(a),
+    "a polynomial": lambda a, b: jnp.exp(a) * b,
+    "an approximate root": lambda a, b: a * jax.lax.rsqrt(b),
+    "a sum over entries": lambda a, b: a * b.sum(),
+    "a loop": lambda a, b: jax.lax.fori_loop(0, 2, lambda _, x: x / b, a),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_rounded_operation_by_operation(name: str) -> None:
+    assert not arithmetic.ambiguous(program(OPEN[name]))
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_ambiguous(name: str) -> None:
+    assert arithmetic.ambiguous(program(AMBIGUOUS[name]))
+
+
+def test_only_products() -> None:
+    assert arithmetic.only_products(program(OPEN["a product"]))
+    assert not arithmetic.only_products(program(OPEN["a sum of a root"]))
+
+
+class Both(Optimizer):
+    """v <- m v - g;  w <- w + a v / (sqrt(v^2 + 1) + e): a product in a sum, and a sum that none enters."""
+
+    learning_rate: Any = 0.1
+    momentum: Any = 0.9
+    eps: Any = 0.01
+
+    chain = (
+        Link("velocity", lambda h, z, g: -g, decay="momentum"),
+        Link("params", lambda h, z: h.learning_rate * z.velocity / (jnp.sqrt(z.velocity * z.velocity + 1) + h.eps)),
+    )
+
+
+class Open(Both):
+    """The same with |v| in place of the root."""
+
+    chain = (
+        Both.chain[0],
+        Link("params", lambda h, z: h.learning_rate * z.velocity / (jnp.abs(z.velocity) + h.eps)),
+    )
+
+
+@pytest.mark.parametrize("optimizer", [Both(), Open(), hg.Adam(0.01), hg.AdamW(0.01, eps=jnp.full((3, 4), 1e-3))])
+def test_either_way_comes_back(optimizer: Optimizer) -> None:
+    """In the open on the way out, behind a branch beside the derivative: the same bits, and the certificate of a run."""
+    w = jnp.linspace(-1, 1, 12).reshape(3, 4)
+
+    def loss(w: jax.Array, theta: Any, t: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(w + 0.1 * t) ** 2)
+
+    def final(optimizer: Optimizer) -> jax.Array:
+        return jnp.sum(hg.train(loss, w, optimizer, lambda t: t, steps=40).params ** 2)
+
+    found = jax.grad(final)(optimizer)
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(found))
