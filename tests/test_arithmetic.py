@@ -1,14 +1,15 @@
 """Which increments may be computed in the open: their bits do not depend on what is compiled with them."""
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import hypergrad as hg
-from hypergrad.loop import arithmetic
+from hypergrad.loop import arithmetic, step
 from hypergrad.optimizers import Link, Optimizer
 
 
@@ -77,7 +78,21 @@ class Open(Both):
     )
 
 
-@pytest.mark.parametrize("optimizer", [Both(), Open(), hg.Adam(0.01), hg.AdamW(0.01, eps=jnp.full((3, 4), 1e-3))])
+class Scalar(Both):
+    """w <- w + (1 - a e) v: products, and a sum of scalars that one enters."""
+
+    chain = (Both.chain[0], Link("params", lambda h, z: (1 - h.learning_rate * h.eps) * z.velocity))
+
+
+def test_what_is_isolated_on_the_way_out_is_on_the_way_back() -> None:
+    h = {"learning_rate": jnp.float32(0.1), "eps": jnp.float32(0.01)}
+    z, rule = {"velocity": jnp.ones(3)}, cast(Any, SimpleNamespace(linear=False))
+    for optimizer, out, back in ((Scalar, True, True), (Both, True, True), (Open, False, True)):
+        link = optimizer.chain[1]
+        assert (step.ambiguous(rule, link, h, z, None), step.composite(rule, link, h, z, None)) == (out, back)
+
+
+@pytest.mark.parametrize("optimizer", [Both(), Open(), Scalar(), hg.Adam(0.01), hg.AdamW(0.01, eps=jnp.full((3, 4), 1e-3))])
 def test_either_way_comes_back(optimizer: Optimizer) -> None:
     """In the open on the way out, behind a branch beside the derivative: the same bits, and the certificate of a run."""
     w = jnp.linspace(-1, 1, 12).reshape(3, 4)

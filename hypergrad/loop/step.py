@@ -161,14 +161,17 @@ def increments_at(
     return [isolated(t, one, *args) if apart(rule, link, *args) else one(*args) for args in leaves]
 
 
-def composite(rule: Rule, link: Link, *args: Any) -> bool:
-    """Whether an increment is more than products, so that its derivative reads what it reads again."""
-    return not rule.linear and not arithmetic.only_products(_program(link, *args))
-
-
 def ambiguous(rule: Rule, link: Link, *args: Any) -> bool:
     """Whether the bits of an increment may depend on what is compiled with it."""
     return not rule.linear and arithmetic.ambiguous(_program(link, *args))
+
+
+def composite(rule: Rule, link: Link, *args: Any) -> bool:
+    """Whether an increment is more than products: its derivative reads what it reads again, and it may run beside it.
+
+    One that is `ambiguous` is `isolated` in both directions.
+    """
+    return ambiguous(rule, link, *args) or (not rule.linear and not arithmetic.only_products(_program(link, *args)))
 
 
 def _program(link: Link, *args: Any) -> Jaxpr:
