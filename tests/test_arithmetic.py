@@ -22,9 +22,8 @@ OPEN = {
     "a product": lambda a, b: -(2 * a) * b,
     "a sum of what goes in": lambda a, b: (1 - a) * b,
     "a sum of a root": lambda a, b: a / (jnp.sqrt(a * b) + b),
-    "a sum of a quotient": lambda a, b: a / b + 1,
     "a sum of a maximum": lambda a, b: jax.lax.max(a * b, b) + a,
-    "a call": lambda a, b: jax.jit(lambda x: x / b)(a) + 1,
+    "a call": lambda a, b: jax.jit(lambda x: jnp.sqrt(x * b))(a) + 1,
 }
 AMBIGUOUS = {
     "a product in a sum": lambda a, b: a * b + a,
@@ -34,10 +33,13 @@ AMBIGUOUS = {
     "a product out of a call": lambda a, b: jax.jit(lambda x: x * b)(a) + 1,
     "a product into a call": lambda a, b: jax.jit(lambda x: x + b)(a * b),
     "a sum in a call": lambda a, b: jax.jit(lambda x: x * b + 1)(a),
+    "a quotient in a sum": lambda a, b: a / 3 + b,
+    "a maximum with what is known": lambda a, b: jnp.maximum(a * b, 0) + 1,
+    "half precision": lambda a, b: (a.astype(jnp.bfloat16) * b.astype(jnp.bfloat16)).astype(jnp.float32),
     "a polynomial": lambda a, b: jnp.exp(a) * b,
     "an approximate root": lambda a, b: a * jax.lax.rsqrt(b),
     "a sum over entries": lambda a, b: a * b.sum(),
-    "a loop": lambda a, b: jax.lax.fori_loop(0, 2, lambda _, x: x / b, a),
+    "a loop": lambda a, b: jax.lax.fori_loop(0, 2, lambda _, x: x * b, a),
 }
 
 

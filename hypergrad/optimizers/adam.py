@@ -46,8 +46,8 @@ class Adam(Optimizer):
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
         c1, c2 = _bias_correction(h["b1"], steps), _bias_correction(h["b2"], steps)
-        fixed = {"unbias_root": jax.lax.stop_gradient(1 / jnp.sqrt(c2)), "least": _least(h["b1"], h["b2"])}
-        return {**h, "unbias_mean": 1 / c1, "unbias_square": 1 / c2, **fixed}
+        unbias = {"unbias_mean": 1 / c1, "unbias_square": 1 / c2, "unbias_root": 1 / jnp.sqrt(c2)}
+        return {**h, **unbias, "least": _least(h["b1"], h["b2"])}
 
 
 class AdamW(Adam):
