@@ -87,10 +87,11 @@ class Scalar(Both):
 
 
 def test_what_is_isolated_on_the_way_out_is_on_the_way_back() -> None:
-    h = {"learning_rate": jnp.float32(0.1), "eps": jnp.float32(0.01)}
-    z, rule = {"velocity": jnp.ones(3)}, cast(Any, SimpleNamespace(linear=False))
-    for optimizer, out, back in ((Scalar, True, True), (Both, True, True), (Open, False, True)):
-        link = optimizer.chain[1]
+    names = ("learning_rate", "eps", "unbias_mean", "unbias_square", "unbias_root", "least")
+    h, z = dict.fromkeys(names, jnp.float32(0.1)), dict.fromkeys(("velocity", "mean", "square"), jnp.ones(3))
+    rule = cast(Any, SimpleNamespace(linear=False))
+    for optimizer, out, back in ((Scalar, True, True), (Both, True, True), (Open, False, True), (hg.Adam, False, True)):
+        link = optimizer.chain[-1]
         assert (step.ambiguous(rule, link, h, z, None), step.composite(rule, link, h, z, None)) == (out, back)
 
 

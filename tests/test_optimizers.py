@@ -88,50 +88,6 @@ def test_training_is_that_of_optax(name: str) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=2e-4), run.params, params)
 
 
-@pytest.mark.of_bits
-@pytest.mark.parametrize("b", [0.0, jnp.zeros(200)], ids=["shared", "of each weight's own"])
-def test_second_moments_lost_in_noise_do_not_blow_up_a_step(b: Any) -> None:
-    """Gradients from far below the quanta to far above, and an eps that hides nothing."""
-    optimizer = hg.Adam(1.0, 0.9 + b, 0.999 + b, 1e-15)
-    g = jnp.asarray(np.random.default_rng(0).normal(size=(STEPS, 200)) * np.geomspace(1e-11, 1e-7, 200), jnp.float32)
-    visited: dict[int, Any] = {}
-
-    def loss(w: jax.Array, _: Any, batch: Any) -> jax.Array:
-        jax.debug.callback(lambda t, w: visited.update({int(t): np.array(w)}), batch[0], w)
-        return jnp.vdot(w, batch[1])
-
-    end = hg.train(loss, jnp.zeros(200), optimizer, lambda t: (t, g[t]), steps=STEPS).params
-    jax.effects_barrier()
-    way = np.stack([*(visited[t] for t in range(STEPS)), end])
-    assert 1 < np.abs(np.diff(way, axis=0)).max() <= (1 - 0.9) / np.sqrt(1 - 0.999), "more than Adam's own bound"
-
-
-@pytest.mark.parametrize("b2", [0.999, 0.9], ids=["the mean bounded", "nothing bounds it"])
-def test_where_second_moments_are_lost_the_derivative_is_that_of_the_mean(b2: float) -> None:
-    """w <- w - a g / eps, as g^2 is far below the quanta: any root but zero there would show."""
-    batches = hg.full_batch(jnp.zeros(1))
-
-    def end(g: jax.Array) -> jax.Array:
-        run = hg.train(lambda w, g, _: jnp.vdot(w, g), jnp.ones(3), hg.Adam(1e-3, 0.95, b2), batches, theta=g, steps=5)
-        return jnp.sum(run.params)
-
-    slopes = jax.grad(end)(jnp.full(3, 1e-12))
-    np.testing.assert_allclose(slopes, -5 * 1e-3 / 1e-8, rtol=1e-6)
-
-
-def test_the_second_derivative_of_adam_is_that_of_the_first() -> None:
-    """Its rule for a quotient names the quotient again; one weight has no gradient, where a root has no derivative."""
-    with jax.enable_x64(True):
-        start = jnp.array([0.3, -0.7, 0.0])
-
-        def end(rate: jax.Array) -> jax.Array:
-            loss = lambda w, _, batch: jnp.sum((w[:2] ** 2 - batch) ** 2)  # noqa: E731
-            run = hg.train(loss, start, hg.Adam(rate), hg.full_batch(jnp.ones(1)), steps=10, adjoint=hg.Unrolled())
-            return jnp.sum(run.params**3)
-
-        check_grads(jax.jit(jax.grad(end)), (jnp.float64(0.03),), 1, ["rev"], rtol=1e-6, eps=1e-6)
-
-
 def test_what_is_frozen_stays_and_does_not_decay() -> None:
     adamw = hg.AdamW(0.05, weight_decay=1.0)
     start = NET.params()
@@ -306,12 +262,3 @@ def test_chains_that_cannot_be_reversed_are_refused(links: tuple[Link, ...], mes
 def test_an_increment_that_reads_what_it_may_not_says_why(links: tuple[Link, ...], message: str) -> None:
     with pytest.raises(AttributeError, match=message):
         trained(chained(*links)(0.1, 0.9))
-
-
-@pytest.mark.parametrize("rule", [hg.Adam(1e-3), hg.AdamW(1e-3)], ids=["Adam", "AdamW"])
-def test_small_gradients_have_a_square_from_the_first_steps(rule: Any) -> None:
-    """1e-8, of which s gets 1e-19: on a low limb of 32 bits, quanta that wait for a slow decay would drop it."""
-    slope, steps = jnp.asarray([1e-8, -3e-8, 1e-6]), 20
-    run = hg.train(lambda w, _, g: jnp.vdot(w, g), jnp.zeros(3), rule, hg.full_batch(slope), steps=steps)
-    rho = round(rule.b2 * 2**16) / 2**16
-    np.testing.assert_allclose(run.state["square"], (1 - rho**steps) * np.square(slope, dtype=np.float64), rtol=0.005)
