@@ -125,7 +125,7 @@ def curves(record: Record) -> str:
     found = record["numbers"]["curves"]
     last = lambda road, key: road[key][-1]  # noqa: E731
     rows = [
-        (name, f"{road['steps'][-1]:,}", f"{1e3 * last(road, 'seconds'):.0f}", _mebibytes(last(road, "bytes")),
+        (name, f"{road['steps'][-1]:,}", f"{1e3 * last(road, 'seconds'):,.0f}", _mebibytes(last(road, "bytes")),
          _mebibytes(last(road, "predicted_bytes")))
         for name, road in found.items()
     ]  # fmt: skip
