@@ -280,7 +280,7 @@ def check_state(chain: tuple[Link, ...], params: Any, state: Any) -> dict[str, l
     values = {PARAMS: leaves}
     for link in chain[:-1]:
         wide = [x.astype(compute_dtype(x)) for x in leaves]
-        start = [link.start(jax.lax.stop_gradient(x)) for x in wide]
+        start = [link.start(x) for x in wide]
         if state is not None:
             start = _state_leaves(link.name, state[link.name], tree, start)
         values[link.name] = start

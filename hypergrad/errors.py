@@ -142,5 +142,5 @@ def decay_sentence(name: str, value: float, step: int = -1, denominator: int = 2
         )
         nearest = lowest
     else:
-        why, nearest = "With 1 nothing decays and the update vanishes; above 1 it grows without bound.", highest
+        why, nearest = "With 1 nothing decays, and what 1 minus it weighs vanishes; above 1 all grows.", highest
     return f"`{name}` must be in (0, 1); got {value!r}{at}. {why} The nearest representable value is {nearest!r}."

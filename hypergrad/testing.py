@@ -18,6 +18,7 @@ from hypergrad.batches import stacked
 from hypergrad.errors import HypergradError
 from hypergrad.loop.step import increment
 from hypergrad.optimizers.chain import PARAMS, Link, Optimizer
+from hypergrad.optimizers.expand import prepare
 from hypergrad.optimizers.transform import transforms
 
 
@@ -49,9 +50,9 @@ def check_optimizer(optimizer: Optimizer, params: Any = None, *, steps: int = 8,
 
 
 def _data(rng: np.random.Generator, shape: tuple[int, ...], steps: int) -> tuple[Array, Array]:
-    """(slopes, targets) [steps, ...]: the first weight never has a gradient, the second none at the first step."""
+    """(slopes, targets) [steps, ...]: the first weight never has a gradient, the second none at first, all none at last."""
     slopes = rng.normal(size=(steps, math.prod(shape)))
-    slopes[:, 0], slopes[0, 1:2] = 0, 0
+    slopes[:, 0], slopes[0, 1:2], slopes[-1] = 0, 0, 0
     return jnp.asarray(slopes.reshape(steps, *shape)), jnp.asarray(rng.normal(size=(steps, *shape)))
 
 
@@ -69,12 +70,13 @@ def _check_increments(name: str, optimizer: Optimizer) -> None:
     rule = optimizer.layers[-1]
     rng = np.random.default_rng(0)
     draw = lambda: jnp.asarray(rng.uniform(0.5, 1.5, (4, 4)))  # noqa: E731 (square: some rules take matrix roots)
-    h = rule.prepare({field: jnp.full((1, 1, 1), 0.5) for field in rule.hyperparameters()}, 1)
+    gradient = lambda: draw() * rng.choice([-1.0, 1.0], (4, 4))  # noqa: E731 (of either sign)
+    h = prepare(rule, {field: jnp.full((1, 1, 1), 0.5) for field in rule.hyperparameters()}, 1)
     h = {k: x.reshape(()) if x.size == 1 else x for k, x in h.items()}
     for link in rule.chain:
 
         def inputs(link: Link = link) -> Any:
-            return h, {k.name: draw() for k in rule.chain if k is not link}, draw()
+            return h, {k.name: draw() for k in rule.chain if k is not link}, gradient()
 
         f = lambda x, link=link: increment(link, *x)  # noqa: E731
         at, along = inputs(), inputs()
@@ -112,10 +114,11 @@ def _check_entrywise(optimizer: Optimizer) -> None:
                 "see several as one. Leave `entrywise` (of a transformation: `entrywise_transform`) out."
             )
 
-    h = rule.prepare({field: jnp.full((1, 1), 0.5) for field in rule.hyperparameters()}, 1)
+    h = prepare(rule, {field: jnp.full((1, 1), 0.5) for field in rule.hyperparameters()}, 1)
     h = {k: x.reshape(()) for k, x in h.items()}
     for link in rule.chain:
-        z, g = {k.name: whole() for k in rule.chain if k is not link}, whole()
+        z = {k.name: whole() for k in rule.chain if k is not link}
+        g = whole() * rng.choice([-1.0, 1.0], (4, 4))
         halves = [increment(link, h, {k: parts(x)[i] for k, x in z.items()}, parts(g)[i]) for i in (0, 1)]
         agree(rule, f"the increment of link `{link.name}`", increment(link, h, z, g), halves)
         agree(rule, f"the first value of link `{link.name}`", link.start(g), [link.start(x) for x in parts(g)])
@@ -159,13 +162,17 @@ def _check_derivatives(name: str, arguments: tuple[Any, ...], tolerance: float) 
 
     wide = {link.name: jax.tree.map(link.start, params) for link in optimizer.chain if link.name != PARAMS}
     inputs = {"optimizer": optimizer, "params": params, "state": wide}
-    ours, stored = (jax.jit(jax.grad(lambda i, a=a: objective(i, a)))(inputs) for a in (Reversible(), Unrolled()))
+    try:
+        ours, stored = (jax.jit(jax.grad(lambda i, a=a: objective(i, a)))(inputs) for a in (Reversible(), Unrolled()))
+    except (HypergradError, jax.errors.JaxRuntimeError) as e:  # of what is compiled, the last line says what was raised
+        raise AssertionError(f"{name}: no hypergradient of a small problem: {str(e).strip().splitlines()[-1]}") from e
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(stored), strict=True):
         where = jax.tree_util.keystr(path)[2:].replace("']", "", 1)
         if not bool(jnp.isfinite(x).all() and jnp.isfinite(y).all()):
             raise AssertionError(
-                f"{name}: the derivative in {where} is NaN or infinite. One weight of this problem never has a gradient and "
-                "one has none at first: is there a sqrt, a power or a quotient at zero? Its derivative must be finite there."
+                f"{name}: the derivative in {where} is NaN or infinite. One weight of this problem never has a gradient, "
+                "one none at first, and all none at last: is there a sqrt, a norm, a power or a quotient at zero? Its "
+                "derivative must be finite there."
             )
         error = float(jnp.linalg.norm((x - y).ravel()) / jnp.maximum(jnp.linalg.norm(y.ravel()), 1e-300))
         if float(jnp.linalg.norm((x - y).ravel())) > 0 and not error <= tolerance:

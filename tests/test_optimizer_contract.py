@@ -24,10 +24,11 @@ VELOCITY = Link("velocity", lambda h, z, g: -g / (1 + z.square), decay="momentum
 PARAMS = Link("params", lambda h, z: h.learning_rate * z.velocity)
 
 
-def changed(link: Link, increment: Any, linear: bool = False) -> Optimizer:
-    """`Base` with one increment replaced."""
-    chain = tuple(link._replace(increment=increment) if k is link else k for k in (SQUARE, VELOCITY, PARAMS))
-    return type("Broken", (Base,), {"__module__": __name__, "__annotations__": {}, "chain": chain, "linear": linear})()
+def changed(link: Link, increment: Any = None, more: Any = (), **parts: Any) -> Optimizer:
+    """`Base` with one increment, or more of a link, replaced."""
+    new = link._replace(increment=increment or link.increment, **dict(more))
+    chain = tuple(new if k is link else k for k in (SQUARE, VELOCITY, PARAMS))
+    return type("Broken", (Base,), {"__module__": __name__, "__annotations__": {}, "chain": chain, **parts})()
 
 
 @jax.custom_jvp
@@ -36,6 +37,14 @@ def negative(x: jax.Array) -> jax.Array:
 
 
 negative.defjvps(lambda t, y, x: -1.001 * t)
+
+
+@jax.custom_jvp
+def size(x: jax.Array) -> jax.Array:
+    return abs(x)
+
+
+size.defjvps(lambda t, y, x: t)
 COUNT = itertools.count()
 BROKEN = {
     "linear in name only": (
@@ -50,6 +59,18 @@ BROKEN = {
         lambda: changed(VELOCITY, lambda h, z, g: -g * (1 + 1e-6 * next(COUNT))),
         "link `velocity` gives two values for the same arguments. It must be a pure function",
     ),
+    "a derivative that is wrong below zero": (
+        lambda: changed(SQUARE, lambda h, z, g: (1 - h.decay) * size(g)),
+        "derivative of the increment of link `square` is not what differences give",
+    ),
+    "entry by entry above zero only": (
+        lambda: changed(VELOCITY, lambda h, z, g: -g * (1 + jnp.minimum(g, 0).sum()), entrywise=True),
+        "the increment of link `velocity` depends on what else is in the leaf",
+    ),
+    "a norm of nothing": (
+        lambda: changed(VELOCITY, lambda h, z, g: -g / (1 + jnp.linalg.norm(g))),
+        "the derivative in .* is NaN or infinite. .* all none at last: is there a sqrt, a norm",
+    ),
     "a root at zero": (
         lambda: changed(VELOCITY, lambda h, z, g: -g / (1 + jnp.sqrt(z.square))),
         "the derivative in optimizer.* is NaN or infinite. One weight of this problem never has a gradient.* sqrt",
@@ -62,6 +83,80 @@ def test_a_broken_optimizer_is_told_what_is_wrong(name: str) -> None:
     make, message = BROKEN[name]
     with pytest.raises(AssertionError, match=message):
         hg.testing.check_optimizer(make())
+
+
+def test_a_hypergradient_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hypergrad.adjoints import link
+
+    real = link.retreat
+    monkeypatch.setattr(
+        link, "retreat", lambda rule, k, state, h, turns, u: real(rule, k, state, h, turns, [2 * x for x in u])
+    )
+    with pytest.raises(AssertionError, match="SGD: no hypergradient of a small problem: .*ReversalError: the reversed run"):
+        hg.testing.check_optimizer(hg.SGD(0.1))
+
+
+MISNAMED = {
+    "a decay": (
+        lambda: changed(SQUARE, more={"decay": "beta"}),
+        "Broken, link `square`: its decay is called 'beta', and no .*There are: learning_rate, decay, momentum",
+    ),
+    "a decay that is a number": (
+        lambda: changed(SQUARE, more={"decay": 0.9}),
+        "link `square`: decay must be the name of a hyperparameter; got 0.9",
+    ),
+    "links in a list": (
+        lambda: changed(SQUARE, chain=[SQUARE, PARAMS]),
+        "Broken.chain must be a tuple of links; got a list",
+    ),
+    "nothing prepared": (lambda: changed(SQUARE, prepare=lambda self, h, steps: None), "Broken.prepare must return a dict"),
+}
+
+
+@pytest.mark.parametrize("name", MISNAMED)
+def test_what_is_missing_is_named(name: str) -> None:
+    make, message = MISNAMED[name]
+    with pytest.raises(TypeError, match=message):
+        hg.testing.check_optimizer(make())
+
+
+def test_a_misspelt_link_is_not_called_its_own_value() -> None:
+    with pytest.raises(AttributeError, match=r"reads `velocty`, .*\(it has: .*velocity\). Is it spelt as the field"):
+        hg.testing.check_optimizer(changed(PARAMS, lambda h, z: h.learning_rate * z.velocty))
+
+
+class Anchored(Base):
+    """s <- m s - (1 - m) g, from the parameters themselves;  w <- w + a s."""
+
+    chain = (
+        Link("slow", lambda h, z, g: -(1 - h.momentum) * g, decay="momentum", start=lambda w: w),
+        Link("params", lambda h, z: h.learning_rate * z.slow),
+    )
+
+
+@pytest.mark.parametrize("adjoint", [hg.Reversible(), hg.Unrolled(), hg.Checkpointed()], ids=lambda a: type(a).__name__)
+def test_first_values_made_from_parameters_have_their_derivative(adjoint: Any) -> None:
+    def end(w: jax.Array) -> jax.Array:
+        loss = lambda w, _, batch: jnp.sum((w - batch) ** 2)  # noqa: E731
+        return jnp.sum(hg.train(loss, w, Anchored(), hg.full_batch(jnp.ones(1)), steps=5, adjoint=adjoint).params ** 2)
+
+    with jax.enable_x64(True):
+        hg.testing.check_hypergradient(end, jnp.array([1.0, -2.0]), tolerance=1e-8)
+
+
+class Distance(Base):
+    """d <- r d + (1 - r) |g - v|: what is read enters a sum, and is a product with its unit."""
+
+    chain = (
+        Link("velocity", lambda h, z, g: g, decay="momentum"),
+        Link("distance", lambda h, z, g: (1 - h.decay) * abs(g - z.velocity), decay="decay", wide=True),
+        Link("params", lambda h, z: -h.learning_rate * z.velocity * z.distance),
+    )
+
+
+@pytest.mark.of_bits
+def test_what_is_read_may_enter_a_sum() -> None:
+    hg.testing.check_optimizer(Distance(0.01))
 
 
 def test_a_sound_optimizer_passes() -> None:

@@ -4,6 +4,7 @@ Invariant: a compiler may contract a product with the sum that it enters, or not
 approximate what is not named here. What is named is rounded operation by operation.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,9 +32,12 @@ def only_products(program: Jaxpr) -> bool:
     return all(e.primitive.name in (_MULTIPLIES - {"div"}) | _SAME_DIGITS or scalar_sum(e) for e in program.eqns)
 
 
-def ambiguous(program: Jaxpr) -> bool:
-    """Whether a sum may take in a product, or something is computed that is not rounded operation by operation."""
-    return _kinds(program, [_PLAIN] * len(program.invars)) is None
+def ambiguous(program: Jaxpr, products: Sequence[bool]) -> bool:
+    """Whether a sum may take in a product, or something is computed that is not rounded operation by operation.
+
+    products: of each input, whether what makes it may end in one, and be compiled with the program.
+    """
+    return _kinds(program, [_PRODUCT if x else _PLAIN for x in products]) is None
 
 
 def _kinds(program: Jaxpr, given: list[int]) -> list[int] | None:

@@ -162,8 +162,15 @@ def increments_at(
 
 
 def ambiguous(rule: Rule, link: Link, *args: Any) -> bool:
-    """Whether the bits of an increment may depend on what is compiled with it."""
-    return not rule.linear and arithmetic.ambiguous(_program(link, *args))
+    """Whether the bits of an increment may depend on what is compiled with it: on what it reads, too.
+
+    Other links' values are products with a unit (`decode`). Hyperparameters are stored by the loop, and gradients by a
+    branch.
+    """
+    if rule.linear:
+        return False
+    program, counts = _program(link, *args)
+    return arithmetic.ambiguous(program, [which == 1 for which, count in enumerate(counts) for _ in range(count)])
 
 
 def composite(rule: Rule, link: Link, *args: Any) -> bool:
@@ -171,12 +178,14 @@ def composite(rule: Rule, link: Link, *args: Any) -> bool:
 
     One that is `ambiguous` is `isolated` in both directions.
     """
-    return ambiguous(rule, link, *args) or (not rule.linear and not arithmetic.only_products(_program(link, *args)))
+    return ambiguous(rule, link, *args) or (not rule.linear and not arithmetic.only_products(_program(link, *args)[0]))
 
 
-def _program(link: Link, *args: Any) -> Jaxpr:
+def _program(link: Link, *args: Any) -> tuple[Jaxpr, list[int]]:
+    """An increment as it is traced, and how many of its inputs are of each argument."""
     arrays, rest = eqx.partition(args, eqx.is_array)
-    return jax.make_jaxpr(lambda a: increment(link, *eqx.combine(a, rest)))(jax.eval_shape(lambda a: a, arrays)).jaxpr
+    traced = jax.make_jaxpr(lambda a: increment(link, *eqx.combine(a, rest)))(jax.eval_shape(lambda a: a, arrays))
+    return traced.jaxpr, [len(jax.tree.leaves(x)) for x in arrays]
 
 
 def isolated(t: Array, function: Callable[..., Any], *args: Any) -> Any:

@@ -48,9 +48,11 @@ class View:
 
     def __getattr__(self, name: str) -> Any:
         known = ", ".join(k for k in self.__dict__ if k != "_owner")
+        why = "A link's own value is never available: the increment could not be undone."
+        if name != self._owner:
+            why = "Is it spelt as the field, the link, or the entry that `prepare` returns?"
         raise AttributeError(
-            f"the increment of link `{self._owner}` reads `{name}`, which is not available to it (it has: {known}). "
-            "A link's own value is never available: the increment could not be undone."
+            f"the increment of link `{self._owner}` reads `{name}`, which is not available to it (it has: {known}). {why}"
         )
 
 
@@ -92,8 +94,11 @@ class Optimizer(eqx.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if isinstance(cls.__dict__.get("chain"), tuple):
-            _check_chain(cls.__name__, cls.chain)
+        chain = cls.__dict__.get("chain")
+        if isinstance(chain, list):
+            raise TypeError(f"{cls.__name__}.chain must be a tuple of links; got a list.")
+        if isinstance(chain, tuple):
+            _check_chain(cls.__name__, chain)
 
 
 def _check_chain(name: str, chain: tuple[Link, ...]) -> None:
@@ -116,6 +121,8 @@ def _check_chain(name: str, chain: tuple[Link, ...]) -> None:
         ) from e
     for link in chain:
         d = link.denominator
+        if link.decay is not None and not isinstance(link.decay, str):
+            raise TypeError(f"{name}, link `{link.name}`: decay must be the name of a hyperparameter; got {link.decay!r}.")
         if d < 2**12 or d > 2**24 or d & (d - 1):
             raise TypeError(f"{name}, link `{link.name}`: denominator must be a power of two from 2^12 to 2^24; got {d}.")
         if link.wide and link.decay and d > WIDE_DENOMINATOR:

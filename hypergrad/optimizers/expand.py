@@ -88,10 +88,24 @@ def prepared(optimizer: Optimizer, params: Any, steps: int, layout: Layout) -> t
     for fields in expand(optimizer, params, steps, layout):
         h = fields
         for layer in reversed(optimizer.layers):
-            h = dict(layer.prepare(h, steps))
+            h = prepare(layer, h, steps)
         given &= {name for name in decays if h[name] is fields.get(name)}
         result.append({**h, **{name: _ratio(link, h[name]) for name, link in decays.items() if name not in given}})
     return result, given
+
+
+def prepare(layer: Optimizer, h: dict[str, Array], steps: int) -> dict[str, Array]:
+    """`layer.prepare`, which must give every decay its value."""
+    found, name = layer.prepare(h, steps), type(layer).__name__
+    if not isinstance(found, dict):
+        raise TypeError(f"{name}.prepare must return a dict, {{**h, ...}} of what it got and adds; got {describe(found)}.")
+    for link in layer.chain:
+        if layer is layer.layers[-1] and link.decay and link.decay not in found:
+            raise TypeError(
+                f"{name}, link `{link.name}`: its decay is called {link.decay!r}, and no hyperparameter is, nor anything "
+                f"that `prepare` returns. There are: {', '.join(found)}."
+            )
+    return found
 
 
 def prepared_statistics(statistics: Statistics, steps: int) -> list[dict[str, Array]]:
