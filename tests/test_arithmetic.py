@@ -107,7 +107,7 @@ class Scalar(Both):
 def test_what_is_isolated_on_the_way_out_is_on_the_way_back() -> None:
     names = ("learning_rate", "eps", "unbias_mean", "unbias_square", "unbias_root", "least")
     h, z = dict.fromkeys(names, jnp.float32(0.1)), dict.fromkeys(("velocity", "mean", "square"), jnp.ones(3))
-    rule = cast(Any, SimpleNamespace(linear=False))
+    rule = cast(Any, SimpleNamespace(linear=False, double=False))
     for optimizer, out in ((Scalar, True), (Both, True), (Read, True), (Open, False), (hg.Adam, False)):
         link = optimizer.chain[-1]
         assert (step.ambiguous(rule, link, h, z, None), step.composite(rule, link, h, z, None)) == (out, True)

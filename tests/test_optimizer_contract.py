@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import hypergrad as hg
@@ -157,6 +158,20 @@ class Distance(Base):
 @pytest.mark.of_bits
 def test_what_is_read_may_enter_a_sum() -> None:
     hg.testing.check_optimizer(Distance(0.01))
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("optimizer", [hg.Adam, hg.RMSProp, hg.SGD])
+def test_what_one_direction_knows_and_the_other_does_not(optimizer: Any) -> None:
+    """A program that is differentiated is two, and only one of them has the decays as constants."""
+
+    def end(rate: jax.Array) -> jax.Array:
+        loss = lambda w, _, batch: jnp.mean((w - batch) ** 2)  # noqa: E731
+        batches = hg.full_batch(jnp.array([0.1, 0.2, 0.3]))
+        return jnp.sum(hg.train(loss, jnp.array([0.3, -0.7, 1.1]), optimizer(rate), batches, steps=10).params)
+
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(jax.grad(jax.jit(end))(0.1), jax.jit(jax.grad(end))(0.1), rtol=1e-12)
 
 
 def test_a_sound_optimizer_passes() -> None:

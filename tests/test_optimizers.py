@@ -101,6 +101,26 @@ def test_what_is_frozen_stays_and_does_not_decay() -> None:
         hg.clip(0.1, 1.0)
 
 
+@pytest.mark.parametrize(("scale", "bound"), [(1e20, 1.0), (1e-20, 1.0), (1.0, jnp.inf), (0.0, 1.0)])
+def test_clipping_has_its_derivative_at_any_scale(scale: float, bound: float) -> None:
+    """In float32, as in float64, where no square of these overflows or vanishes."""
+
+    def slopes(dtype: Any) -> jax.Array:
+        def loss(w: jax.Array, theta: jax.Array, _: Any) -> jax.Array:
+            return jnp.asarray(scale, dtype) * jnp.sum(theta * w**2)
+
+        def end(theta: jax.Array) -> jax.Array:
+            start, rule = jnp.array([0.5, -0.3, 0.2], dtype), hg.clip_by_global_norm(hg.SGD(0.1, 0.5), bound)
+            run = hg.train(loss, start, rule, hg.full_batch(jnp.zeros(1)), theta=theta, steps=3)
+            return jnp.vdot(run.params, jnp.array([3.0, 2.0, 1.0], dtype))
+
+        return jax.grad(end)(jnp.array([1.0, 2.0, 3.0], dtype))
+
+    with jax.enable_x64(True):
+        expected = slopes(jnp.float64)
+    np.testing.assert_allclose(slopes(jnp.float32), expected, rtol=1e-4, atol=1e-30)
+
+
 def test_a_transformation_without_its_function_is_told() -> None:
     class Nothing(hg.optimizers.transform.Transformed):
         pass

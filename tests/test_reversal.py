@@ -59,6 +59,30 @@ def test_the_certificate_holds_in_compiled_gradients(name: str, lanes: int) -> N
     assert all(jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(gradients))
 
 
+def final(size: int, optimizer: Any, adjoint: Any) -> jax.Array:
+    """Of a loss that a compiler approximates."""
+
+    def loss(w: jax.Array, _: Any, t: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(1.3 * w + 0.1 * t) ** 2)
+
+    start = jnp.linspace(-1, 1, size)
+    return jnp.sum(hg.train(loss, start, optimizer, lambda t: t, steps=60, adjoint=adjoint).params ** 2)
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("isolate", [False, True], ids=["in the open", "isolated"])
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_a_few_weights_come_back(size: int, isolate: bool) -> None:
+    """XLA:CPU would compile so small a loop as one function, and contract across its branches."""
+    gradient = jax.grad(lambda rate: final(size, hg.SGD(rate), hg.Reversible(isolate=isolate)))
+    for options in ({}, hg.compiler_options()):
+        assert jnp.isfinite(jax.jit(gradient, compiler_options=options)(0.1))
+    np.testing.assert_allclose(
+        gradient(0.1), jax.grad(lambda rate: final(size, hg.SGD(rate), hg.Unrolled()))(0.1), rtol=1e-3
+    )
+    assert jnp.isfinite(jax.vmap(gradient)(jnp.array([0.1, 0.2]))).all()
+
+
 # From here on, one matrix is trained for a few steps, and not always honestly.
 
 DATA = np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32)

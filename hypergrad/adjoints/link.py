@@ -54,7 +54,7 @@ def undo_link(
     """
     read = _stored(rule, link, t, state.z, h, g)
     back = pull(rule, link, read, ct.z, h, g)
-    updates = back.updates if rule.linear else increments_at(rule, link, t, read, h, g, composite)
+    updates = increments_at(rule, link, t, read, h, g, composite) if rule.double or not rule.linear else back.updates
     state = retreat(rule, link, state, h, turns, updates)
     dz = spread(ct.z, back.z)
     dh = [{k: a[k] + summed(t, b[k], a[k].shape) for k in a} for a, b in zip(ct.h, back.h, strict=True)]

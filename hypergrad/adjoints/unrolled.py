@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from hypergrad.exact import decode, substitute
+from hypergrad.loop.drivers import apart
 from hypergrad.loop.problem import Inputs, Problem, begun, join_steps, schedules, split_steps, turns_of
 from hypergrad.loop.status import Outcome, assess
 from hypergrad.loop.step import Exact, Values, advance, increment, increments, isolated, transformed
@@ -76,6 +77,7 @@ def _run(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
         def body(carry: tuple[Exact, Values], x: Any) -> tuple[tuple[Exact, Values], Any]:
             state, shadow = carry
             t, stepped, turns = x
+            t = apart(t, (inputs, stepped, turns))
             all_h = join_steps(constant, stepped)
             h, _ = problem.parts(all_h)
             decoded = rule.decoded(state.z, rule.chain[-1])
@@ -119,10 +121,10 @@ def _run(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
         return Outcome(values, losses, jax.lax.stop_gradient(status))
 
 
-def _same_bits(t: jax.Array, apart: bool, function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), with the bits of the forward pass of `Reversible`, where it may be isolated (`apart`)."""
+def _same_bits(t: jax.Array, isolate: bool, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), with the bits of the forward pass of `Reversible`, where it may be isolated."""
     real = function(*args)
-    return jax.tree.map(substitute, real, isolated(t, function, *_stopped(args))) if apart else real
+    return jax.tree.map(substitute, real, isolated(t, function, *_stopped(args))) if isolate else real
 
 
 def _stopped(args: Any) -> Any:

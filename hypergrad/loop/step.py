@@ -70,6 +70,11 @@ class Rule:
         return self.buffers[self.chain.index(link)]
 
     @property
+    def double(self) -> bool:
+        """Whether increments are computed in the grid's own precision."""
+        return any(dtype == np.float64 for dtype in self.dtypes)
+
+    @property
     def leaves(self) -> range:
         return range(len(self.dtypes))
 
@@ -165,8 +170,11 @@ def ambiguous(rule: Rule, link: Link, *args: Any) -> bool:
     """Whether the bits of an increment may depend on what is compiled with it: on what it reads, too.
 
     Other links' values are products with a unit (`decode`). Hyperparameters are stored by the loop, and gradients by a
-    branch.
+    branch. In float64 all are ambiguous: no rounding to float32 stands between an increment and the unit of its link, and
+    XLA multiplies the constants of a product among themselves, where one program knows them and the other does not.
     """
+    if rule.double:
+        return True
     if rule.linear:
         return False
     program, counts = _program(link, *args)

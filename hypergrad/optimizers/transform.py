@@ -91,14 +91,16 @@ class ClipByGlobalNorm(Transformed):
     @staticmethod
     def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]:
         del w
-        # Scaled by the largest entry, so that squares neither overflow nor vanish; its derivative cancels.
+        # Scaled by the largest entry, so that no square overflows or vanishes, of a derivative neither; its own cancels.
         largest = jax.lax.stop_gradient(jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(g[0].dtype) for x in g]).max())
-        scale = jnp.where(largest > 0, largest, 1)
-        squares = sum(jnp.sum((x / scale) ** 2).astype(g[0].dtype) for x in g)
-        some = squares > 0
-        norm = scale * jnp.sqrt(jnp.where(some, squares, 1))
-        clipped = [x / norm.astype(x.dtype) * hj.max_norm for hj, x in zip(h, g, strict=True)]
-        return [jnp.where(some & (norm > hj.max_norm), c, x) for hj, c, x in zip(h, clipped, g, strict=True)]
+        some = largest > jnp.finfo(largest.dtype).tiny
+        scale = jnp.where(some, largest, 1)
+        parts = [x / scale.astype(x.dtype) for x in g]
+        root = jnp.sqrt(jnp.where(some, sum(jnp.sum(x**2).astype(g[0].dtype) for x in parts), 1))
+        bounds = [hj.max_norm for hj in h]
+        above = [some & (scale * root > c) for c in bounds]
+        clipped = [x / root.astype(x.dtype) * jnp.where(a, c, 1) for a, c, x in zip(above, bounds, parts, strict=True)]
+        return [jnp.where(a, c, x) for a, c, x in zip(above, clipped, g, strict=True)]
 
 
 class AddDecayedWeights(Transformed):
