@@ -80,6 +80,27 @@ def test_the_second_derivative_of_adam_is_that_of_the_first() -> None:
         check_grads(jax.jit(jax.grad(end)), (jnp.float64(0.03),), 1, ["rev"], rtol=1e-6, eps=1e-6)
 
 
+@pytest.mark.parametrize("penalty", ["in the loss", "added to the gradient"])
+def test_a_weight_at_rest_spoils_no_derivative_however_its_own_grows(penalty: str) -> None:
+    """The last has no gradient and a curvature: w <- w - a / eps c w, 2,000 times w a step. The others never see it."""
+    x = jax.random.normal(jax.random.key(0), (32, 4)).at[:, 3].set(0.0)
+    batches = hg.full_batch((x, x[:, 0] - x[:, 1]))
+
+    def end(weights: int, rate: jax.Array, eps: jax.Array, l2: jax.Array) -> jax.Array:
+        def loss(w: jax.Array, l2: jax.Array, batch: Any) -> jax.Array:
+            fit = jnp.mean((batch[0][:, :weights] @ w - batch[1]) ** 2)
+            return fit + l2 * jnp.sum(w**2) if penalty == "in the loss" else fit
+
+        optimizer: Any = hg.Adam(rate, eps=eps)
+        if penalty != "in the loss":
+            optimizer = hg.add_decayed_weights(optimizer, 2 * l2)
+        run = hg.train(loss, jnp.zeros(weights), optimizer, batches, theta=l2, steps=100)
+        return jnp.sum((run.params - 1) ** 2)
+
+    slopes, expected = (jax.grad(end, argnums=(1, 2, 3))(n, 0.01, 1e-8, 1e-3) for n in (4, 3))
+    np.testing.assert_allclose(slopes, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("rule", [hg.Adam(1e-3), hg.AdamW(1e-3)], ids=["Adam", "AdamW"])
 def test_small_gradients_have_a_square_from_the_first_steps(rule: Any) -> None:
     """1e-8, of which s gets 1e-19: on a low limb of 32 bits, quanta that wait for a slow decay would drop it."""

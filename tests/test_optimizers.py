@@ -1,5 +1,6 @@
 """Optimizers as chains: each step has its inverse, trains as other libraries do, and is differentiated in all it has."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -220,15 +221,16 @@ def test_adaptive_training_runs_backwards_in_float32(name: str, kind: str) -> No
     assert all(jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(jax.jit(jax.grad(value))(optimizer)))
 
 
-@pytest.mark.parametrize("name", ["Adam", "RMSProp", "Adagrad"])
-def test_a_weight_without_gradient_stays_and_harms_nothing(name: str) -> None:
+@pytest.mark.parametrize("eps", [1e-8, 1e-30], ids=["", "eps that hides nothing"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSProp", "Adagrad"])
+def test_a_weight_without_gradient_stays_and_harms_nothing(name: str, eps: float) -> None:
     def value(optimizer: Any) -> jax.Array:
         params = {"used": jnp.ones(2), "unused": jnp.ones(2)}
         loss = lambda p, _, batch: jnp.sum((p["used"] - batch) ** 2)  # noqa: E731
         run = hg.train(loss, params, optimizer, hg.full_batch(jnp.zeros(2)), steps=3)
         return jnp.sum(run.params["used"] ** 2) + jnp.sum(run.params["unused"])
 
-    optimizer = jax.tree.map(jnp.float32, ADAPTIVE[name])
+    optimizer = jax.tree.map(jnp.float32, dataclasses.replace(ADAPTIVE[name], eps=eps))
     gradient = jax.jit(jax.grad(value))(optimizer)
     assert all(jnp.isfinite(g) for g in jax.tree.leaves(gradient))
     assert gradient.learning_rate < 0

@@ -44,6 +44,16 @@ def gradient_cotangent(rule: Rule, z: Values, dz: Values, h: Hypers) -> list[Arr
     return u
 
 
+def at_rest(g: Array, u: Array) -> Array:
+    """u, the cotangent of the gradient; where that is exactly zero, within half of the exponents of its dtype.
+
+    A weight that has no gradient stays where it is, but has a derivative, which Adam multiplies by rate / eps times the
+    curvature at each step. Were it to overflow, its products with what is zero there would be NaN in all that they enter.
+    """
+    most = 2.0 ** (jnp.finfo(u.dtype).maxexp // 2)
+    return jnp.where(g == 0, jnp.clip(u, -most, most), u)
+
+
 def pull_transforms(
     rule: Rule, h: Hypers, w: list[Array], g: list[Array], u: list[Array]
 ) -> tuple[Hypers, list[Array], list[Array]]:
@@ -100,7 +110,7 @@ def reverse(
             for link in reversed(others):
                 state, ct, dg = undo_link(rule, link, t, state, ct, h, turns, g)
                 u = plus(u, dg)
-            return state, ct, u
+            return state, ct, [at_rest(*row) for row in zip(g, u, strict=True)]
 
         state, ct, _ = undo_link(rule, params, t, state, ct, h, turns, None)
         ct = ct._replace(z=decayed(ct.z, decays(rule, [params], h)))

@@ -9,7 +9,19 @@ from hypergrad.optimizers.chain import Link, Optimizer, View
 
 
 def _velocity(h: View, z: View, g: Array) -> Array:
-    return -h.learning_rate * g * jax.lax.rsqrt(z.square + h.eps)
+    return -h.learning_rate * g * _inverse_root(z.square + h.eps)
+
+
+@jax.custom_jvp
+def _inverse_root(x: Array) -> Array:
+    return jax.lax.rsqrt(x)
+
+
+@_inverse_root.defjvp
+def _inverse_root_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """Factor by factor, as the cube of the root may overflow where a gradient of zero makes the whole zero."""
+    root = _inverse_root(*primals)
+    return root, -0.5 * (((tangents[0] * root) * root) * root)
 
 
 _VELOCITY = Link("velocity", _velocity, decay="momentum")
