@@ -46,7 +46,6 @@ class Limits:
     seconds: float = 15.0  # a run that would take more is made with half as many steps, or a quarter, and so on
     total: float = 15.0  # of all runs of one opponent: it sits out the rounds for which it has no such time left
     bytes: float = 3e9  # the same for a run that would need more
-    passed: tuple[str, ...] = ()  # fields of the task that compiled roads get as arguments
 
 
 class Disagreement(AssertionError):
@@ -112,10 +111,10 @@ def _prepared(
     if road.loop:
         row.steps = _halved(task.steps, max(excess, (row.predicted_bytes or 0.0) / limits.bytes))
         return row, _build(road, task._replace(steps=row.steps))[0]
-    run, row.bytes = _build(road, task, limits.passed)
+    run, row.bytes = _build(road, task)
     row.compiling = time.perf_counter() - begin
     row.steps = _halved(task.steps, max(excess, row.bytes / limits.bytes))
-    return row, run if row.steps == task.steps else _build(road, task._replace(steps=row.steps), limits.passed)[0]
+    return row, run if row.steps == task.steps else _build(road, task._replace(steps=row.steps))[0]
 
 
 def _halved(steps: int, excess: float) -> int:
@@ -123,23 +122,22 @@ def _halved(steps: int, excess: float) -> int:
     return max(1, steps // 2 ** max(0, math.ceil(math.log2(max(excess, 1e-9)))))
 
 
-def _build(road: Road, task: Task, passed: tuple[str, ...] = ()) -> tuple[Callable[[], Array], Any]:
+def _build(road: Road, task: Task) -> tuple[Callable[[], Array], Any]:
     """(run, bytes of temporaries, if XLA knows them)."""
     if road.loop:
         function, rates = road.function(task), task.rates
         return lambda: jax.block_until_ready(function(rates)), None
-    program, arguments = lowered(road, task, passed)
+    program, arguments = lowered(road, task)
     compiled = program.compile()
     return lambda: jax.block_until_ready(compiled(*arguments)), compiled.memory_analysis().temp_size_in_bytes
 
 
-def lowered(road: Road, task: Task, passed: tuple[str, ...] = ()) -> tuple[Any, tuple[Any, ...]]:
-    """(a program to be compiled, its arguments). What is not passed is a constant in it, but for very many parameters."""
-    if task.parameters >= 10**7:
-        passed = (*passed, "params")
-    arguments = {name: getattr(task, name) for name in passed}, task.rates
+def lowered(road: Road, task: Task) -> tuple[Any, tuple[Any, ...]]:
+    """(a program to be compiled, its arguments): data and parameters are among these, as `hg.optimize` has it."""
+    arguments = (task.params, task.data), task.rates
     jit = functools.partial(jax.jit, compiler_options=road.options())
-    return jit(lambda fields, rates: road.function(task._replace(**fields), rates)).lower(*arguments), arguments
+    replaced = lambda arrays: task._replace(params=arrays[0], data=arrays[1])  # noqa: E731
+    return jit(lambda arrays, rates: road.function(replaced(arrays), rates)).lower(*arguments), arguments
 
 
 def _timed(run: Callable[[], Array]) -> tuple[float, Array]:

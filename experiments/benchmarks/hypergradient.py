@@ -32,9 +32,6 @@ def main() -> None:
     parser.add_argument(
         "--total", type=float, default=15.0, help="seconds of all runs of one opponent; slow ones sit out rounds"
     )
-    parser.add_argument(
-        "--arguments", action="store_true", help="data and parameters not as constants, but as hg.optimize has them"
-    )
     parser.add_argument("--only", nargs="*", choices=[road.name for road in roads.ROADS], help="beside plain training")
     arguments = parser.parse_args()
     workload = WORKLOADS[arguments.workload]
@@ -48,9 +45,7 @@ def main() -> None:
         chosen = [road for road in roads.ROADS if road.kind == "plain" or road.name in arguments.only]
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {workload.title}, {arguments.optimizer}, {task.steps}")
     print(f"{'':46s} {'steps':>6s} {'x plain':>8s} {'seconds':>9s} {'MiB':>9s}")
-    passed = ("data", "params") if arguments.arguments else ()
-    limits = Limits(arguments.rounds, arguments.seconds, arguments.total, passed=passed)
-    for row in measure(task, chosen, limits):
+    for row in measure(task, chosen, Limits(arguments.rounds, arguments.seconds, arguments.total)):
         print(line(row), flush=True)
 
 
