@@ -95,11 +95,11 @@ def check_params(params: Any) -> Any:
                 "integers, ...), train its arrays only: params, static = equinox.partition(model, "
                 "equinox.is_inexact_array) and equinox.combine in the loss (flax: nnx.split and nnx.merge)."
             )
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize < 2:
             raise TypeError(
-                f"{where} is {describe(leaf)}; parameters are real floats. Keep other leaves out of `params`: "
-                "equinox.partition(model, equinox.is_inexact_array), flax's nnx.split, or pass them through the batch; "
-                "split a complex leaf into real and imaginary parts."
+                f"{where} is {describe(leaf)}; parameters are real floats of 16 bits or more. Keep other leaves out of "
+                "`params`: equinox.partition(model, equinox.is_inexact_array), flax's nnx.split, or pass them through the "
+                "batch; split a complex leaf into real and imaginary parts."
             )
         leaf = jnp.asarray(leaf)
         return leaf.astype(leaf.dtype)  # a weak type would change dtype inside the loop

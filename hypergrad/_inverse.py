@@ -10,7 +10,7 @@ from jax import Array
 
 from hypergrad.exact import WORD_BITS, Buffer, Scaled, Value, Wide, grid_range
 from hypergrad.loop import step as _step
-from hypergrad.loop.drivers import apart
+from hypergrad.loop.drivers import in_kernels
 from hypergrad.loop.problem import join_steps, split_steps
 from hypergrad.optimizers.chain import Link, Optimizer
 from hypergrad.optimizers.expand import buffers, compute_dtype, link_fraction_bits, link_numerators, prepared
@@ -109,12 +109,12 @@ def _there_and_back(rule: _step.Rule, constant: Any, state: _step.Exact, xs: Any
 
     def forward(carry: Any, x: Any) -> Any:
         (state, lost), (t, stepped, turns, g) = carry, x
-        left = _step.step(rule, apart(t, held), state, join_steps(constant, stepped), turns, g)
+        left = _step.step(rule, in_kernels(t, held), state, join_steps(constant, stepped), turns, g)
         return (left, [a | b for a, b in zip(lost, _out_of_range(rule, left), strict=True)]), trace(state)
 
     def backward(left: _step.Exact, x: Any) -> Any:
         t, stepped, turns, g = x
-        state = _step.unstep(rule, apart(t, held), left, join_steps(constant, stepped), turns, lambda w: g)
+        state = _step.unstep(rule, in_kernels(t, held), left, join_steps(constant, stepped), turns, lambda w: g)
         return state, trace(state)
 
     (end, lost), there = jax.lax.scan(forward, (state, _out_of_range(rule, state)), xs)

@@ -25,6 +25,7 @@ from hypergrad.optimizers.expand import (
     buffers,
     compute_dtype,
     concrete,
+    decay_interval,
     known_numerators,
     layout_of,
     link_fraction_bits,
@@ -140,7 +141,7 @@ def set_up(
         values = {**values, STATISTICS: [x.astype(dtype) for x, dtype in zip(s, followers[0].dtypes, strict=True)]}
         h, words = h + rates, (*words, _words_known(MEANS, means.decay, means.values, steps))
     x64 = jnp.result_type(float) == jnp.float64
-    labels = _labels(rule, followers, len(optimizer.layers) - 1, params, theta, batches, means)
+    labels = _labels(rule, followers, optimizer, params, theta, batches, means)
     problem = Problem(
         loss,
         assemble,
@@ -247,21 +248,30 @@ def _take_apart(params: Any, theta: Any, batches: Any) -> tuple[_Assemble, list[
 
 
 def _labels(
-    rule: Rule, followers: tuple[Rule, ...], depth: int, params: Any, theta: Any, batches: Any, means: Statistics | None
+    rule: Rule,
+    followers: tuple[Rule, ...],
+    optimizer: Optimizer,
+    params: Any,
+    theta: Any,
+    batches: Any,
+    means: Statistics | None,
 ) -> Labels:
     paths = [path for path, _ in _paths("", params)]
     places = [f"{link.name}{path}" for link in rule.chain for path in paths]
     limits = [grid_range(bits) for row in rule.fraction_bits for bits in rule.layout.spread(list(row))]
-    owner = f"optimizer.{'inner.' * depth}"
+    owner = f"optimizer.{'inner.' * (len(optimizer.layers) - 1)}"
+    fields = {name: f"{owner}{name}" for name in optimizer.layers[-1].hyperparameters()}
     firsts = rule.layout.first(paths)
-    decays = [f"{owner}{link.decay} for params{path}" if link.decay else "" for link in rule.chain for path in firsts]
+    decays = [f"{fields.get(str(link.decay), link.decay)} for params{path}" for link in rule.chain for path in firsts]
+    highest = [decay_interval(link)[1] for link in rule.chain for _ in firsts]
     if means is not None:
         means_places = [path for path, _ in _paths(STATISTICS, means.values)]
         places, decays = places + means_places, decays + [f"statistics.decay for {place}" for place in means_places]
         limits += [grid_range(bits) for bits in followers[0].fraction_bits[0]]
+        highest += [decay_interval(MEANS)[1]] * len(means_places)
     frozen = [p for p, x in _paths("theta", theta) if eqx.is_array(x) and not eqx.is_inexact_array(x)]
     frozen += [p for p, x in _paths("batches", batches) if eqx.is_array(x)]
-    return Labels((*places, *decays), tuple(limits), tuple(frozen))
+    return Labels((*places, *decays), (*limits, *highest), tuple(frozen))
 
 
 def _paths(name: str, tree: Any) -> list[tuple[str, Any]]:

@@ -77,7 +77,7 @@ class Status(eqx.Module):
             case 0:
                 return ""
             case 1:
-                return decay_sentence(where, value, step)
+                return decay_sentence(where, value, step, self.limits[place])
             case 2 if step < 0:
                 return f"{where} is NaN or infinite before the first step. Look at how it is initialized."
             case 2:
@@ -102,7 +102,8 @@ class Status(eqx.Module):
                     f"the reversed run did not return to the initial bits of {where}, so its derivative is not that of "
                     "this training run. The gradients differed between the two passes: either `batches` gives another "
                     "batch the second time (it must be a pure function of t), or the loss is not deterministic on this "
-                    "device, or the compiler rounded it otherwise (hg.Reversible(isolate=True) prevents that). "
+                    "device, or the compiler rounded something otherwise: a gradient (hg.Reversible(isolate=True) has them "
+                    "compiled apart), or an increment of an optimizer of your own (hg.testing.check_optimizer). "
                     "hg.check_reversal(...) finds the step."
                 )
 
@@ -125,22 +126,32 @@ class Status(eqx.Module):
         return f"Status({self.sentence() or 'ok'!r}, words={int(self.words)}, bits={float(self.bits):.4g})"
 
 
-def decay_sentence(name: str, value: float, step: int = -1, denominator: int = 2**16) -> str:
-    """The sentence for a decay outside (0, 1), or inside but rounding to 0 or 1."""
+def decay_sentence(name: str, value: float, step: int = -1, highest: float = 1 - 2.0**-16) -> str:
+    """The sentence for a decay that no n/d stands for: outside (0, 1), or inside but rounding to 0 or 1.
+
+    highest: the largest that can be; 1 - 1/d, or 1 where it makes sense that nothing decays.
+    """
     at = f" at step {step}" if step >= 0 else ""
-    lowest, highest = 1 / denominator, 1 - 1 / denominator
+    lowest, interval = max(1 - highest, 2.0**-16), "(0, 1]" if highest == 1 else "(0, 1)"
     if np.isnan(value):
         why, nearest = "It is NaN.", highest
+    elif 0 < value < lowest:
+        why, nearest = f"It rounds to 0 on the grid of 1/{round(1 / lowest)}: nothing would be kept.", lowest
     elif 0 < value < 1:
-        lost = "decay" if value > 0.5 else "be kept"
-        why = f"It rounds to {round(value)} on the grid of 1/{denominator}: nothing would {lost}."
-        nearest = highest if value > 0.5 else lowest
+        why, nearest = f"It rounds to 1 on the grid of 1/{round(1 / (1 - highest))}: nothing would decay.", highest
+    elif value <= 0 and highest == 1:
+        why, nearest = (
+            "With 0 a step forgets where it was and has no inverse; a negative one turns all around.",
+            lowest,
+        )
     elif value <= 0:
         why = (
             "With 0 a step forgets its past and has no inverse (SGD, RMSProp and Adagrad without momentum would add a "
             "gradient taken at the very parameters that undoing the step must find), and a negative decay is not a decay."
         )
         nearest = lowest
+    elif highest == 1:
+        why, nearest = "Above 1 all grows.", highest
     else:
         why, nearest = "With 1 nothing decays, and what 1 minus it weighs vanishes; above 1 all grows.", highest
-    return f"`{name}` must be in (0, 1); got {value!r}{at}. {why} The nearest representable value is {nearest!r}."
+    return f"`{name}` must be in {interval}; got {value!r}{at}. {why} The nearest representable value is {nearest!r}."

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad._check import check_reversal
+from hypergrad._check import Certificate, check_reversal
 from hypergrad._differences import central, extrapolated
 from hypergrad._inverse import check_inverse as check_inverse
 from hypergrad._train import train
@@ -27,10 +27,10 @@ def check_optimizer(optimizer: Optimizer, params: Any = None, *, steps: int = 8,
 
     In this order: increments are pure, have the derivatives that differences give, are linear in the gradient where `linear`
     says so and blind to the rest of a leaf where `entrywise` does; extreme integers come back (`check_inverse`); a training
-    run comes back; its buffers hold log2(1/decay) bits; values out of range are reported; derivatives are finite where
-    gradients are zero; those of `hg.Reversible` and of `hg.Unrolled` agree to a relative `tolerance` in every
-    hyperparameter, the parameters and the state. params: pytree of floats whose shapes the hyperparameters fit; None: one
-    [4, 4] leaf. steps: of the run, and of `PerStep` hyperparameters.
+    run comes back; its buffers hold log2(1/decay) bits; values out of range are reported; in float32 it comes back, too;
+    derivatives are finite where gradients are zero; those of `hg.Reversible` and of `hg.Unrolled` agree to a relative
+    `tolerance` in every hyperparameter, the parameters and the state. params: pytree of floats whose shapes the
+    hyperparameters fit; None: one [4, 4] leaf. steps: of the run, and of `PerStep` hyperparameters.
     Raises AssertionError that says what is wrong and where to look.
     """
     name = type(optimizer.layers[-1]).__name__
@@ -46,6 +46,8 @@ def check_optimizer(optimizer: Optimizer, params: Any = None, *, steps: int = 8,
         batches = stacked([_data(rng, x.shape, steps) for x in jax.tree.leaves(params)])
         arguments = (_loss, params, optimizer, batches)
         _check_run(name, optimizer, arguments, steps)
+        single = jax.tree.map(lambda x: x.astype(jnp.float32), (params, optimizer, batches))
+        _returned(f"{name} in float32", (_loss, *single))
         _check_derivatives(name, arguments, tolerance)
 
 
@@ -128,7 +130,8 @@ def _check_entrywise(optimizer: Optimizer) -> None:
         agree(layer, "what it makes of a gradient", transform([rates], [w], [g])[0], halves)
 
 
-def _check_run(name: str, optimizer: Optimizer, arguments: tuple[Any, ...], steps: int) -> None:
+def _returned(name: str, arguments: tuple[Any, ...]) -> Certificate:
+    """Of a run that comes back."""
     try:
         proof = check_reversal(*arguments)
     except HypergradError as e:
@@ -139,6 +142,11 @@ def _check_run(name: str, optimizer: Optimizer, arguments: tuple[Any, ...], step
             f"{name}: training does not come back to its first bits; {place} differs first. Is an increment random, or does "
             "it end in a product plus a sum?"
         )
+    return proof
+
+
+def _check_run(name: str, optimizer: Optimizer, arguments: tuple[Any, ...], steps: int) -> None:
+    proof = _returned(name, arguments)
     links = sum(link.decay is not None for link in optimizer.chain)
     slack = 24 * links / steps  # the part of a head that is not filled yet
     if not proof.bits_per_parameter_step <= 1.02 * proof.ideal_bits_per_parameter_step + slack:

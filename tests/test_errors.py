@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import BATCHES, PARAMS, fails, loss, train
+from tiny import BATCHES, PARAMS, fails, fails_compiled, loss, train
 
 import hypergrad as hg
 
@@ -39,6 +39,38 @@ def test_momentum_that_rounds_to_an_end_says_so():
         train(optimizer=hg.SGD(0.1, 1 - 2.0**-20))
     with fails(hg.RangeError, "rounds to 0 on the grid of 1/65536"):
         train(optimizer=hg.SGD(0.1, 2.0**-20))
+
+
+@pytest.mark.parametrize(
+    ("rate", "why"),
+    [(3.0, "got -0.5. With 0 a step forgets"), (-1.0, "got 1.5. Above 1 all grows"), (float("nan"), "It is NaN")],
+)
+def test_a_decay_made_of_two_hyperparameters_is_named_by_both(rate, why):
+    where = "`1 - learning_rate * weight_decay for params['w']` must be in (0, 1]"
+    with fails(hg.RangeError, where, why, "The nearest representable value is"):
+        train(optimizer=hg.AdamW(rate, weight_decay=0.5))
+    with fails_compiled(hg.RangeError, where, why):
+        jax.jit(lambda rate: train(optimizer=hg.AdamW(rate, weight_decay=0.5)).params)(rate)
+
+
+@pytest.mark.parametrize("bound", [-1.0, float("nan"), {"w": hg.PerStep(jnp.array([1.0, -1.0, 1.0]))}])
+def test_a_bound_that_clips_nothing_or_all(bound):
+    for wrap, field in ((hg.clip, "max_delta"), (hg.clip_by_global_norm, "max_norm")):
+        with fails(ValueError, f"hg.{wrap.__name__}: `{field}` must be at least 0; got"):
+            wrap(hg.SGD(0.1), bound)
+        wrap(hg.SGD(0.1), jnp.inf)
+
+
+def test_a_mask_of_numpy_bools_and_of_another_tree():
+    frozen = train(optimizer=hg.freeze(hg.SGD(0.1), {"w": np.True_})).params
+    np.testing.assert_array_equal(frozen["w"], PARAMS["w"])
+    with fails(ValueError, "optimizer.mask must be one value or a pytree prefix of `params`"):
+        train(optimizer=hg.freeze(hg.SGD(0.1), {"v": True}))
+
+
+def test_parameters_of_eight_bits():
+    with fails(TypeError, "params['w'] is", "real floats of 16 bits or more"):
+        hg.train(loss, {"w": jnp.zeros(2, jnp.float8_e4m3fn)}, hg.SGD(0.1), BATCHES, steps=3)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 1.0, float("nan")])

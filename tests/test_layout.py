@@ -176,3 +176,13 @@ class Summed(Normed):
 def test_a_rule_that_only_says_so_is_told(optimizer: Optimizer, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         hg.testing.check_optimizer(optimizer)
+
+
+@pytest.mark.parametrize("decay", [{"w": 0.9, "none": 0.5}, {"w": 0.9, "none": jnp.zeros((0, 3))}], ids=["shared", "each"])
+@pytest.mark.parametrize("rule", [hg.SGD, hg.Adam])
+def test_leaves_without_entries_train(rule: Any, decay: Any) -> None:
+    loss = lambda p, _, batch: sum(jnp.sum((x - batch) ** 2) for x in jax.tree.leaves(p))  # noqa: E731
+    for size in (2, 0):
+        params = {"w": jnp.ones(size), "none": jnp.zeros((0, 3))}
+        run = hg.train(loss, params, rule(0.1, decay), hg.full_batch(jnp.zeros(1)), steps=3)
+        assert run.params["none"].shape == (0, 3) and bool((run.params["w"] < 1).all())

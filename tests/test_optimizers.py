@@ -96,13 +96,13 @@ def test_what_is_frozen_stays_and_does_not_decay() -> None:
     run = trained(hg.clip(hg.freeze(adamw, {"w1": True, "w2": False}), 10.0), state=moving)
     np.testing.assert_allclose(run.params["w1"], start["w1"], rtol=1e-6)
     assert not np.allclose(run.params["w2"], start["w2"], rtol=1e-2)
-    with pytest.raises(TypeError, match="`mask` must have Python bools as leaves, True where frozen; got float"):
+    with pytest.raises(TypeError, match="`mask` must have bools as leaves, True where frozen; got float"):
         hg.freeze(adamw, {"w1": 1.0})
     with pytest.raises(TypeError, match=r"wraps a reversible optimizer, which comes first: hg.clip\(hg.SGD.*; got float"):
         hg.clip(0.1, 1.0)
 
 
-@pytest.mark.parametrize(("scale", "bound"), [(1e20, 1.0), (1e-20, 1.0), (1.0, jnp.inf), (0.0, 1.0)])
+@pytest.mark.parametrize(("scale", "bound"), [(1e20, 1.0), (1e-20, 1.0), (0.0, 1.0)])
 def test_clipping_has_its_derivative_at_any_scale(scale: float, bound: float) -> None:
     """In float32, as in float64, where no square of these overflows or vanishes."""
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from hypergrad.exact import decode, substitute
-from hypergrad.loop.drivers import apart
+from hypergrad.loop.drivers import in_kernels
 from hypergrad.loop.problem import Inputs, Problem, begun, join_steps, schedules, split_steps, turns_of
 from hypergrad.loop.status import Outcome, assess
 from hypergrad.loop.step import Exact, Values, advance, increment, increments, isolated, transformed
@@ -77,7 +77,7 @@ def _run(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
         def body(carry: tuple[Exact, Values], x: Any) -> tuple[tuple[Exact, Values], Any]:
             state, shadow = carry
             t, stepped, turns = x
-            t = apart(t, (inputs, stepped, turns))
+            t = in_kernels(t, (inputs, stepped, turns))
             all_h = join_steps(constant, stepped)
             h, _ = problem.parts(all_h)
             decoded = rule.decoded(state.z, rule.chain[-1])

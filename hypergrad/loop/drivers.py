@@ -57,10 +57,10 @@ SMALL = 2**16  # bytes that a loop holds: XLA:CPU takes some kilobytes for small
 def scan(body: Body, consts: Any, carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
     """One loop over xs = (t, ...)."""
     held = (consts, carry, xs)
-    return jax.lax.scan(lambda c, x: body(consts, c, (apart(x[0], held), *x[1:])), carry, xs, reverse=reverse)
+    return jax.lax.scan(lambda c, x: body(consts, c, (in_kernels(x[0], held), *x[1:])), carry, xs, reverse=reverse)
 
 
-def apart(t: Array, held: Any) -> Array:
+def in_kernels(t: Array, held: Any) -> Array:
     """t, in a way that keeps the steps of a loop that holds this little from becoming one kernel.
 
     XLA:CPU compiles a small loop as a single function of LLVM, branches and all, which contracts across them: with up to

@@ -51,7 +51,7 @@ class Labels(NamedTuple):
     """Names for errors."""
 
     places: tuple[str, ...]  # every (link, leaf), statistics last; then the decay of each
-    limits: tuple[float, ...]  # the range of every (link, leaf), statistics last
+    limits: tuple[float, ...]  # of each place: the range of the value, the largest that the decay can be
     frozen: tuple[str, ...]  # paths of `Inputs.frozen`
 
 

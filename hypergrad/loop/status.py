@@ -62,8 +62,8 @@ def _decays(problem: Problem, h: Hypers) -> Found | None:
     """The last decay out of its interval; None if all were known, and looked at, when the program was built."""
     found = None
     rows = zip(problem.links(h), problem.words, strict=True)
-    places = ((link, known, hj) for (_, link, part), known in rows for hj in part)
-    for index, (link, known, hj) in enumerate(places, len(problem.labels.limits)):
+    places = [(link, known, hj) for (_, link, part), known in rows for hj in part]
+    for index, (link, known, hj) in enumerate(places, len(problem.labels.places) - len(places)):
         if link.decay and known is None:
             bad, step, value = first_bad_decay(link, hj)
             found = _first(Found(jnp.where(bad, DECAY, OK), step, index, value), found or Found(OK))
@@ -108,7 +108,7 @@ def most_words(plan: dict[str, list[Schedule]]) -> Array:
 def _bits(problem: Problem, values: Values, h: Hypers, plan: dict[str, list[Schedule]]) -> tuple[Any, Any]:
     """Per parameter and step, over all that decays: kept (words, and what waits to become one), log2(1/rho)."""
     stored = ideal = jnp.float32(0)
-    parameters = sum(x.size for x in values["params"])
+    parameters = sum(x.size for x in values["params"]) or 1
     for _, link, part in problem.links(h):
         for j, s in enumerate(plan.get(link.name, ())):
             weight = values[link.name][j].size / parameters

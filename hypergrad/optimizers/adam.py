@@ -12,6 +12,7 @@ from hypergrad.optimizers.chain import Link, Optimizer, View
 
 
 _MEAN = Link("mean", lambda h, z, g: (1 - h.b1) * g, decay="b1")
+_KEPT = "1 - learning_rate * weight_decay"  # as errors name it
 _SQUARE = Link("square", lambda h, z, g: (1 - h.b2) * (g * g), decay="b2", wide=True, bits_a_step=0.25)
 
 
@@ -61,11 +62,11 @@ class AdamW(Adam):
     chain = (
         _MEAN,
         _SQUARE,
-        Link("params", _step, decay="keep", denominator=FINE_DENOMINATOR, may_be_one=True, bits_a_step=1 / 16),
+        Link("params", _step, decay=_KEPT, denominator=FINE_DENOMINATOR, may_be_one=True, bits_a_step=1 / 16),
     )
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
-        return {**super().prepare(h, steps), "keep": 1 - h["learning_rate"] * h["weight_decay"]}
+        return {**super().prepare(h, steps), _KEPT: 1 - h["learning_rate"] * h["weight_decay"]}
 
 
 def _root(x: Array) -> Array:

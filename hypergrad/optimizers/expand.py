@@ -121,7 +121,7 @@ def prepared_statistics(statistics: Statistics, steps: int) -> list[dict[str, Ar
 def link_numerators(link: Link, h: dict[str, Array], steps: int) -> Array:
     """The smallest numerator of a leaf at each step, which bounds its buffer: int64 [steps]."""
     n = numerator(h[link.decay], link.denominator)  # type: ignore[index]
-    return jnp.broadcast_to(n.reshape(n.shape[0], -1).min(axis=1), (steps,))
+    return jnp.broadcast_to(n.reshape(n.shape[0], -1).min(axis=1, initial=link.denominator), (steps,))
 
 
 def buffers(
@@ -145,7 +145,8 @@ def known_numerators(link: Link, decay: Any, tree: Any, steps: int) -> list[tupl
     for value, leaf in zip(_broadcast_prefix(str(link.decay), decay, tree), jax.tree.leaves(tree), strict=True):
         rho = np.asarray(value.values if isinstance(value, PerStep) else [value], compute_dtype(leaf))
         n = known_numerator(rho, link.denominator)
-        result.append((np.broadcast_to(n.reshape(n.shape[0], -1).min(axis=1), (steps,)), _buffer(rho)))
+        least = n.reshape(n.shape[0], -1).min(axis=1, initial=link.denominator)
+        result.append((np.broadcast_to(least, (steps,)), _buffer(rho)))
     return result
 
 
@@ -232,4 +233,4 @@ def _check_decay(where: str, value: np.ndarray, link: Link, *, per_step: bool) -
     if bad.any():
         index = np.unravel_index(np.argmax(bad), bad.shape)
         step = int(index[0]) if per_step else -1
-        raise RangeError(decay_sentence(where, float(value[index]), step, link.denominator))
+        raise RangeError(decay_sentence(where, float(value[index]), step, highest))

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from hypergrad.optimizers.chain import Link, Optimizer, View
@@ -125,29 +126,29 @@ class Freeze(Transformed):
     @property
     def chain(self) -> tuple[Link, ...]:  # type: ignore[override]
         *others, params = self.inner.chain
-        return (*others, _still(params, self.key("kept")))
+        return (*others, _still(params, self.key("mask")))
 
     def hyperparameters(self) -> dict[str, Any]:
         tree, leaves = self.mask
-        return {"kept": jax.tree.unflatten(tree, [float(not frozen) for frozen in leaves])}
+        return {"mask": jax.tree.unflatten(tree, [float(frozen) for frozen in leaves])}
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
         del steps
         decay = self.chain[-1].decay
-        return {**h, decay: jnp.where(h[self.key("kept")] > 0, h[decay], 1)} if decay else h
+        return {**h, decay: jnp.where(h[self.key("mask")] > 0, 1, h[decay])} if decay else h
 
     @staticmethod
     def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]:
         del w
-        return [jnp.where(hj.kept > 0, x, 0) for hj, x in zip(h, g, strict=True)]
+        return [jnp.where(hj.mask > 0, 0, x) for hj, x in zip(h, g, strict=True)]
 
 
 @functools.cache  # one link for one question: what is compiled for it is found by identity
 def _still(link: Link, key: str) -> Link:
-    """The link with no increment where h.<key> is 0: accumulators that a run begins with would move what is frozen."""
+    """The link with no increment where h.<key> is not 0: accumulators that a run begins with would move what is frozen."""
 
     def increment(h: View, z: View) -> Array:
-        return jnp.where(getattr(h, key) > 0, link.increment(h, z), 0)
+        return jnp.where(getattr(h, key) > 0, 0, link.increment(h, z))
 
     return link._replace(increment=increment)
 
@@ -158,7 +159,7 @@ def clip(optimizer: Optimizer, max_delta: Any) -> Clip:
     max_delta: a hyperparameter like any other (scalar, `PerStep`, per group, per weight). The gradient passes the outermost
     transformation first.
     """
-    return Clip(_checked("clip", optimizer), max_delta)
+    return Clip(_checked("clip", optimizer), _bound("clip", "max_delta", max_delta))
 
 
 def clip_by_global_norm(optimizer: Optimizer, max_norm: Any) -> ClipByGlobalNorm:
@@ -166,7 +167,7 @@ def clip_by_global_norm(optimizer: Optimizer, max_norm: Any) -> ClipByGlobalNorm
 
     max_norm: a hyperparameter like any other; given per group, each group is scaled by its own.
     """
-    return ClipByGlobalNorm(_checked("clip_by_global_norm", optimizer), max_norm)
+    return ClipByGlobalNorm(_checked("clip_by_global_norm", optimizer), _bound("clip_by_global_norm", "max_norm", max_norm))
 
 
 def add_decayed_weights(optimizer: Optimizer, weight_decay: Any) -> AddDecayedWeights:
@@ -184,13 +185,13 @@ def freeze(optimizer: Optimizer, mask: Any) -> Freeze:
     mask: bool, or a pytree prefix of the parameters with bools. For single weights, take a learning rate of 0 there.
     """
     leaves, tree = jax.tree.flatten(mask)
-    if not all(isinstance(x, bool) for x in leaves):
+    if not all(isinstance(x, (bool, np.bool_)) for x in leaves):
         kinds = sorted({type(x).__name__ for x in leaves})
         raise TypeError(
-            f"hg.freeze: `mask` must have Python bools as leaves, True where frozen; got {', '.join(kinds)}. "
+            f"hg.freeze: `mask` must have bools as leaves, True where frozen; got {', '.join(kinds)}. "
             "To freeze single weights, give them a learning rate of 0."
         )
-    return Freeze(_checked("freeze", optimizer), (tree, tuple(leaves)))
+    return Freeze(_checked("freeze", optimizer), (tree, tuple(map(bool, leaves))))
 
 
 def _checked(name: str, optimizer: Any) -> Optimizer:
@@ -200,3 +201,10 @@ def _checked(name: str, optimizer: Any) -> Optimizer:
             f"got {type(optimizer).__name__}."
         )
     return optimizer
+
+
+def _bound(name: str, field: str, value: Any) -> Any:
+    for x in jax.tree.leaves(value):
+        if not isinstance(x, jax.core.Tracer) and not np.all(np.asarray(x) >= 0):
+            raise ValueError(f"hg.{name}: `{field}` must be at least 0; got {x!r}.")
+    return value
