@@ -235,10 +235,11 @@ def check_statistics(statistics: Any) -> Statistics:
         raise ValueError("`statistics` is empty. Pass a pytree of float arrays, or leave it out.")
 
     def check(path: Any, leaf: Any) -> Array:
-        if not eqx.is_array_like(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        dtype = jnp.result_type(leaf) if eqx.is_array_like(leaf) else np.dtype(object)
+        if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
             raise TypeError(
-                f"statistics{jax.tree_util.keystr(path)} is {describe(leaf)}; running statistics are real floats. What else "
-                "a layer keeps (a count of steps, say) stays out of them."
+                f"statistics{jax.tree_util.keystr(path)} is {describe(leaf)}; running statistics are real floats, of 16 "
+                "bits or more. What else a layer keeps (a count of steps, say) stays out of them."
             )
         leaf = jnp.asarray(leaf)
         return leaf.astype(leaf.dtype)  # a weak type would change dtype inside the loop

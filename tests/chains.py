@@ -69,3 +69,17 @@ class Shampoo(Optimizer):
         Link("velocity", lambda h, z, g: -_preconditioned(z, g), decay="momentum"),
         Link("params", lambda h, z: h.learning_rate * z.velocity),
     )
+
+
+class Change(Optimizer):
+    """m <- b m + (1 - b) (g - p);  p <- c p + (1 - c) g;  w <- w - a m: the old value of a later link is read."""
+
+    learning_rate: Any
+    b: Any = 0.9
+    c: Any = 2.0**-2
+
+    chain = (
+        Link("change", lambda h, z, g: (1 - h.b) * (g - z.previous), decay="b"),
+        Link("previous", lambda h, z, g: (1 - h.c) * g, decay="c", bits_a_step=2),
+        Link("params", lambda h, z: -h.learning_rate * z.change),
+    )

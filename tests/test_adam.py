@@ -80,8 +80,9 @@ def test_the_second_derivative_of_adam_is_that_of_the_first() -> None:
         check_grads(jax.jit(jax.grad(end)), (jnp.float64(0.03),), 1, ["rev"], rtol=1e-6, eps=1e-6)
 
 
+@pytest.mark.parametrize("eps", [1e-8, 1e-30])
 @pytest.mark.parametrize("penalty", ["in the loss", "added to the gradient"])
-def test_a_weight_at_rest_spoils_no_derivative_however_its_own_grows(penalty: str) -> None:
+def test_a_weight_at_rest_spoils_no_derivative_however_its_own_grows(penalty: str, eps: float) -> None:
     """The last has no gradient and a curvature: w <- w - a / eps c w, 2,000 times w a step. The others never see it."""
     x = jax.random.normal(jax.random.key(0), (32, 4)).at[:, 3].set(0.0)
     batches = hg.full_batch((x, x[:, 0] - x[:, 1]))
@@ -97,8 +98,21 @@ def test_a_weight_at_rest_spoils_no_derivative_however_its_own_grows(penalty: st
         run = hg.train(loss, jnp.zeros(weights), optimizer, batches, theta=l2, steps=100)
         return jnp.sum((run.params - 1) ** 2)
 
-    slopes, expected = (jax.grad(end, argnums=(1, 2, 3))(n, 0.01, 1e-8, 1e-3) for n in (4, 3))
+    slopes, expected = (jax.grad(end, argnums=(1, 2, 3))(n, 0.01, eps, 1e-3) for n in (4, 3))
     np.testing.assert_allclose(slopes, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_blank_data_has_its_derivative(dtype: Any) -> None:
+    """Of one step: a weight whose gradient is zero as its data are zero has the slope rate / eps in them."""
+    rate, eps = 0.125, 1e-3
+
+    def end(blank: jax.Array) -> jax.Array:
+        loss = lambda w, blank, _: jnp.vdot(w, blank.astype(w.dtype))  # noqa: E731
+        run = hg.train(loss, jnp.ones(2, dtype), hg.Adam(rate, eps=eps), hg.full_batch(jnp.zeros(1)), theta=blank, steps=1)
+        return 8 * jnp.sum(run.params.astype(jnp.float32))
+
+    np.testing.assert_allclose(jax.grad(end)(jnp.zeros(2)), -8 * rate / eps, rtol=1e-2)
 
 
 @pytest.mark.parametrize("rule", [hg.Adam(1e-3), hg.AdamW(1e-3)], ids=["Adam", "AdamW"])

@@ -113,6 +113,18 @@ def test_what_is_isolated_on_the_way_out_is_on_the_way_back() -> None:
         assert (step.ambiguous(rule, link, h, z, None), step.composite(rule, link, h, z, None)) == (out, True)
 
 
+def test_in_linear_rules_what_no_branch_stores_is_a_product() -> None:
+    h, z = {"learning_rate": jnp.float32(0.1), "momentum": jnp.float32(0.9)}, {"a": jnp.ones(3), "b": jnp.ones(3)}
+    sum_of_links = Link("params", lambda h, z: h.learning_rate * (z.a + z.b))
+    sum_with_gradient = Link("a", lambda h, z, g: h.learning_rate - g)
+    for isolate in (False, True):
+        rule = cast(Any, SimpleNamespace(linear=True, isolate=isolate, double=False))
+        assert step.ambiguous(rule, sum_of_links, h, z, None)
+        assert step.ambiguous(rule, sum_with_gradient, h, z, jnp.ones(3)) == (not isolate)
+        for link, g in zip(hg.SGD.chain, (jnp.ones(3), None), strict=True):
+            assert not step.composite(rule, link, h, {"velocity": jnp.ones(3)}, g)
+
+
 @pytest.mark.of_bits
 @pytest.mark.parametrize("optimizer", [Both(), Read(), Scalar(), hg.Adam(0.01), hg.AdamW(0.01, eps=jnp.full((3, 4), 1e-3))])
 def test_either_way_comes_back(optimizer: Optimizer) -> None:

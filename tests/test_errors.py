@@ -59,6 +59,8 @@ def test_a_bound_that_clips_nothing_or_all(bound):
         with fails(ValueError, f"hg.{wrap.__name__}: `{field}` must be at least 0; got"):
             wrap(hg.SGD(0.1), bound)
         wrap(hg.SGD(0.1), jnp.inf)
+        with fails_compiled(hg.NonFiniteError, "velocity['w'] became NaN"):
+            jax.jit(lambda c, wrap=wrap: train(optimizer=wrap(hg.SGD(0.1), c)).params)(jax.tree.map(jnp.asarray, bound))
 
 
 def test_a_mask_of_numpy_bools_and_of_another_tree():
@@ -69,6 +71,8 @@ def test_a_mask_of_numpy_bools_and_of_another_tree():
 
 
 def test_parameters_of_eight_bits():
+    with fails(TypeError, "statistics is", "real floats, of 16 bits or more"):
+        train(statistics=jnp.zeros(2, jnp.float8_e4m3fn))
     with fails(TypeError, "params['w'] is", "real floats of 16 bits or more"):
         hg.train(loss, {"w": jnp.zeros(2, jnp.float8_e4m3fn)}, hg.SGD(0.1), BATCHES, steps=3)
 

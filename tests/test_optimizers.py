@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from chains import Shampoo, inverse_fourth_root
+from chains import Change, Shampoo, inverse_fourth_root
 from jax.test_util import check_grads
 from problems import network
 
@@ -246,6 +246,10 @@ def test_the_root_that_shampoo_takes_has_its_derivative() -> None:
         symmetric = lambda x: inverse_fourth_root((x + x.T) / 2)  # noqa: E731
         for matrix in (a, jnp.eye(4)):  # the second has one eigenvalue four times
             check_grads(symmetric, (matrix,), order=1, modes=["fwd", "rev"])
+
+
+def test_an_increment_may_read_the_old_value_of_a_link_after_it() -> None:
+    hg.testing.check_optimizer(Change(0.1))
 
 
 STILL = Link("params", lambda h, z: h.learning_rate * z.velocity)

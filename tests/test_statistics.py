@@ -239,3 +239,32 @@ def test_the_name_is_taken() -> None:
     links = Link("statistics", lambda h, z, g: g), Link("params", lambda h, z: z.statistics)
     with pytest.raises(TypeError, match="`statistics` is what hg.train calls its running statistics"):
         type("Rule", (Optimizer,), {"__module__": __name__, "chain": links})
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("optimizer", [hg.SGD(0.05), hg.Adam(0.05)], ids=["linear", "not linear"])
+@pytest.mark.parametrize("wide", [False, True], ids=["float32", "float64"])
+def test_statistics_of_the_parameters_themselves_are_differentiated(optimizer: Optimizer, wide: bool) -> None:
+    """What the derivative of the evidence adds must not change how the gradient is rounded beside it."""
+    with jax.enable_x64(wide):
+
+        def end(w: jax.Array, theta: jax.Array, adjoint: Any) -> jax.Array:
+            def loss(w: jax.Array, theta: jax.Array, _: Any) -> Any:
+                return jnp.mean(jnp.sin(3.3 * w) + 0.1 * w**2), theta * jnp.sin(w)
+
+            run = hg.train(
+                loss,
+                w,
+                optimizer,
+                hg.full_batch(jnp.zeros(1)),
+                theta=theta,
+                steps=60,
+                statistics=jnp.zeros(3),
+                adjoint=adjoint,
+            )
+            return jnp.sum(run.statistics)
+
+        at = jnp.array([0.1, 0.2, 0.7]), jnp.array(1.5)
+        ours, stored = (jax.grad(end, argnums=(0, 1))(*at, adjoint) for adjoint in (hg.Reversible(), hg.Unrolled()))
+    for x, y in zip(ours, stored, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-9 if wide else 1e-4)

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.adjoints.link import Cotangents, decayed, decays, plus, pull, spread, undo_link
+from hypergrad.adjoints.link import Cotangents, decayed, decays, plus, pull, reads, spread, undo_link
 from hypergrad.loop.drivers import Pause
 from hypergrad.loop.problem import Inputs, Problem, join_steps, split
-from hypergrad.loop.step import Exact, Hypers, Rule, Values, evidence, parameters, settled, transformed, unfollow
+from hypergrad.loop.step import Exact, Hypers, Rule, Values, evidence, isolated, parameters, settled, transformed, unfollow
 from hypergrad.optimizers.chain import PARAMS, STATISTICS
 
 
@@ -44,14 +44,17 @@ def gradient_cotangent(rule: Rule, z: Values, dz: Values, h: Hypers) -> list[Arr
     return u
 
 
-def at_rest(g: Array, u: Array) -> Array:
-    """u, the cotangent of the gradient; where that is exactly zero, within half of the exponents of its dtype.
+def at_rest(rule: Rule, g: list[Array], u: list[Array]) -> list[Array]:
+    """u, the cotangent of the gradient; where that is exactly zero, within 3/8 of the exponents of the accumulators' dtype.
 
     A weight that has no gradient stays where it is, but has a derivative, which Adam multiplies by rate / eps times the
     curvature at each step. Were it to overflow, its products with what is zero there would be NaN in all that they enter.
     """
-    most = 2.0 ** (jnp.finfo(u.dtype).maxexp // 2)
-    return jnp.where(g == 0, jnp.clip(u, -most, most), u)
+    result = []
+    for gj, uj, dtype in zip(g, u, rule.dtypes, strict=True):
+        most = min(float(jnp.finfo(dtype).max) ** (3 / 8), float(jnp.finfo(uj.dtype).max))
+        result.append(jnp.where(gj == 0, jnp.clip(uj, -most, most), uj))
+    return result
 
 
 def pull_transforms(
@@ -97,6 +100,11 @@ def reverse(
     constant, stepped = problem.beside(split, inputs.h)
     first_order = _first_order(problem, with_theta=ct.theta is not None)
     gradient = problem.maybe_jit(problem.gradient)
+    ones = _ones(constant, stepped)
+    # Cotangents decay one step later, so that they are stored as the cotangent of the gradient reads them: XLA:CPU would
+    # compute them once more for it. But not where a link before reads the old value: what it passes back does not decay.
+    old = {name for i, link in enumerate(others) for name in reads(rule, link, end.z, ones) & {k.name for k in others[i:]}}
+    later = [link for link in others if link.name not in old]
 
     def body(consts: Any, carry: Any, x: Any) -> tuple[Any, Any]:
         state, (dz, owed, ds, dconstant, dtheta) = carry
@@ -110,19 +118,20 @@ def reverse(
             for link in reversed(others):
                 state, ct, dg = undo_link(rule, link, t, state, ct, h, turns, g)
                 u = plus(u, dg)
-            return state, ct, [at_rest(*row) for row in zip(g, u, strict=True)]
+                if link not in later:
+                    ct = ct._replace(z=decayed(ct.z, decays(rule, [link], h)))
+            return state, ct, at_rest(rule, g, u)
 
         state, ct, _ = undo_link(rule, params, t, state, ct, h, turns, None)
         ct = ct._replace(z=decayed(ct.z, decays(rule, [params], h)))
         w, wide_w = parameters(rule, t, state.z), rule.floats(state.z, params)
         batch = problem.batch(frozen, t)
-        at_w = lambda w, push: first_order(w, push, theta, frozen, batch)  # noqa: E731
-        push = evidence_cotangent(problem, state.z, ds, rates)
+        at_w = lambda w: first_order(w, theta, frozen, batch)  # noqa: E731
         if rule.linear:
             u = gradient_cotangent(rule, state.z, ct.z, h)
             if rule.transforms:
                 u = pull_transforms(rule, h, wide_w, rule.decoded(state.z, params), u)[2]
-            (g, g_theta), (hu, cross), (value, seen) = _along(problem, t, at_w, w, u, push)
+            (g, g_theta), (hu, cross), (value, seen) = _along(problem, t, at_w, w, u)
         if rule.isolate:
             value, g, seen = problem.apart(t, gradient, w, theta, frozen, batch)
             g = problem.joined(t, g)
@@ -132,15 +141,19 @@ def reverse(
             dh, dw, u = pull_transforms(rule, h, wide_w, g, u)
             ct = Cotangents({**ct.z, PARAMS: plus(ct.z[PARAMS], dw)}, plus(ct.h, dh), ct.theta)
         if not rule.linear:
-            (g, g_theta), (hu, cross), _ = _along(problem, t, at_w, w, u, push)
+            (g, g_theta), (hu, cross), _ = _along(problem, t, at_w, w, u)
 
         dw, dtheta = plus(ct.z[PARAMS], hu), plus(dtheta, cross)
+        if ds:
+            push = evidence_cotangent(problem, state.z, ds, rates)
+            seen_w, seen_theta = _pull_evidence(problem, t, push, w, theta, frozen, batch)
+            dw, dtheta = plus(dw, seen_w), dtheta if dtheta is None else plus(dtheta, seen_theta)
         if dloss is not None:
             dw = jax.tree.map(lambda a, b: a + dloss * b, dw, g)
             dtheta = jax.tree.map(lambda a, b: a + dloss * b, dtheta, g_theta)
         dstepped = [{k: dh[k] for k in hj} for dh, hj in zip(ct.h + means.h, stepped, strict=True)]
         dconstant = [{k: dh[k] + old[k] for k in old} for dh, old in zip(ct.h + means.h, dconstant, strict=True)]
-        dz, owed = {**ct.z, PARAMS: dw}, decays(rule, others, h)
+        dz, owed = {**ct.z, PARAMS: dw}, decays(rule, later, h)
         norms = _norms(decayed(dz, owed)) if problem.probed else None
         return (state, (dz, owed, means.z, dconstant, dtheta)), (dstepped, value, norms)
 
@@ -148,9 +161,7 @@ def reverse(
     dz = {name: leaves for name, leaves in ct.z.items() if name != STATISTICS}
     ds = {name: leaves for name, leaves in ct.z.items() if name == STATISTICS}
     last_norms = _norms(dz)
-    # Cotangents decay one step later, so that they are stored as the cotangent of the gradient reads them: XLA:CPU would
-    # compute them once more for it.
-    owed = decays(rule, others, _ones(constant, stepped))
+    owed = decays(rule, later, ones)
     carry = (end, (dz, owed, ds, jax.tree.map(jnp.zeros_like, constant), ct.theta))
     consts = (constant, inputs.theta, inputs.frozen)
     (start, (dz, owed, ds, dconstant, dtheta)), (dstepped, losses, norms) = problem.run(body, consts, carry, xs, True, pause)
@@ -172,30 +183,36 @@ def _ones(constant: Hypers, stepped: Hypers) -> Hypers:
 
 
 def _first_order(problem: Problem, with_theta: bool) -> Callable[..., tuple[Any, Any]]:
-    """(w, push, theta, frozen, batch) -> ((gradient of loss + push . evidence in w, in theta or None), (loss, evidence))."""
+    """(w, theta, frozen, batch) -> ((gradient of the loss in w, in theta or None), (loss, evidence))."""
 
-    def pushed(w: list[Array], theta: list[Array], push: list[Array], *rest: Any) -> tuple[Array, Any]:
-        value, seen = problem.value(w, theta, *rest)
-        return sum((jnp.vdot(a, x) for a, x in zip(push, seen, strict=False)), value), (value, seen)
-
-    def gradients(w: list[Array], push: list[Array], theta: list[Array], *rest: Any) -> tuple[Any, Any]:
-        differentiated = jax.value_and_grad(pushed, argnums=(0, 1) if with_theta else 0, has_aux=True)
-        (_, found), g = differentiated(w, theta, push, *rest)
+    def gradients(w: list[Array], theta: list[Array], *rest: Any) -> tuple[Any, Any]:
+        differentiated = jax.value_and_grad(problem.value, argnums=(0, 1) if with_theta else 0, has_aux=True)
+        found, g = differentiated(w, theta, *rest)
         return (g if with_theta else (g, None)), found
 
     return problem.maybe_jit(gradients)
 
 
-def _along(
-    problem: Problem, t: Array, first_order: Callable[..., Any], w: list[Array], u: list[Array], push: list[Array]
-) -> Any:
+def _along(problem: Problem, t: Array, first_order: Callable[..., Any], w: list[Array], u: list[Array]) -> Any:
     """Forward over reverse: ((g, g_theta), (H u, (d_theta g)^T u), (loss, evidence)) from one jvp, without residuals of
-    residuals. A push from 0 along the cotangent of the evidence adds what the statistics pass back to the second of them."""
+    residuals."""
     with jax.enable_x64(problem.x64):
-        none = [jnp.zeros_like(x) for x in push]
-        directions = settled(problem.rule.layout.split(u)), settled(push)
-        (g, g_theta), (hu, cross), found = settled(jax.jvp(first_order, (w, none), directions, has_aux=True))
+        direction = settled(problem.rule.layout.split(u))
+        (g, g_theta), (hu, cross), found = settled(jax.jvp(first_order, (w,), (direction,), has_aux=True))
     return (problem.joined(t, g), g_theta), (problem.joined(t, hu), cross), found
+
+
+def _pull_evidence(problem: Problem, t: Array, push: list[Array], *inputs: Any) -> tuple[list[Array], list[Array]]:
+    """The cotangents of w and theta from that of the evidence. Behind a branch: in the open, XLA would round the gradient
+    beside it otherwise than on the way out."""
+
+    def pulled(push: list[Array], w: list[Array], theta: list[Array], *rest: Any) -> tuple[list[Array], list[Array]]:
+        _, vjp = jax.vjp(lambda w, theta: problem.value(w, theta, *rest)[1], w, theta)
+        with jax.enable_x64(problem.x64):
+            return vjp(push)
+
+    dw, dtheta = isolated(t, pulled, push, *inputs)
+    return problem.joined(t, dw), dtheta
 
 
 def _norms(dz: Values) -> dict[str, Array]:

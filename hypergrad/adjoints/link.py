@@ -13,7 +13,7 @@ from jax import Array
 
 from hypergrad.exact import decode
 from hypergrad.loop.step import Exact, Hypers, Rule, Values, composite, increment, increments_at, isolated, retreat
-from hypergrad.optimizers.chain import Link
+from hypergrad.optimizers.chain import PARAMS, Link
 
 
 class Cotangents(NamedTuple):
@@ -25,24 +25,31 @@ class Cotangents(NamedTuple):
 
 
 class Pullback(NamedTuple):
-    """One link's increments, leaf by leaf, and the cotangents of what they read."""
+    """The cotangents of what the increments of one link read, leaf by leaf."""
 
-    updates: list[Array]
     h: Hypers  # in every entry of the leaf where rules are entrywise: `summed` has their sums
     z: list[dict[str, Array]]
     g: list[Array]
 
 
 def pull(rule: Rule, link: Link, read: list[dict[str, Array]], dz: Values, h: Hypers, g: list[Array] | None) -> Pullback:
-    """The increments of a link at what they read, and the vjp of each along dz."""
+    """The vjp of each increment of a link along dz, at what it reads."""
     rows = []
     for j in rule.leaves:
         rest = (read[j], None if g is None else g[j])
         update = increment(link, h[j], *rest)
         entries = {key: jnp.broadcast_to(x, update.shape) for key, x in h[j].items()} if rule.layout.flat else h[j]
         _, vjp = jax.vjp(lambda *a: increment(link, *a), entries, *rest)
-        rows.append((update, *vjp(sum_to(dz[link.name][j], update.shape).astype(update.dtype))))
+        rows.append(vjp(sum_to(dz[link.name][j], update.shape).astype(update.dtype)))
     return Pullback(*(list(column) for column in zip(*rows, strict=True)))
+
+
+def reads(rule: Rule, link: Link, z: Values, h: Hypers) -> set[str]:
+    """The links whose values enter the increments of this one."""
+    values, g = rule.readable(z, link)[0], jnp.zeros(z[PARAMS][0].shape, rule.dtypes[0])
+    program = jax.make_jaxpr(lambda values: increment(link, h[0], values, g))(values).jaxpr
+    used = {id(x) for x in (*program.outvars, *(x for e in program.eqns for x in e.invars))}
+    return {name for name, x in zip(sorted(values), program.invars, strict=True) if id(x) in used}
 
 
 def undo_link(
@@ -54,8 +61,7 @@ def undo_link(
     """
     read = _stored(rule, link, t, state.z, h, g)
     back = pull(rule, link, read, ct.z, h, g)
-    updates = increments_at(rule, link, t, read, h, g, composite) if rule.double or not rule.linear else back.updates
-    state = retreat(rule, link, state, h, turns, updates)
+    state = retreat(rule, link, state, h, turns, increments_at(rule, link, t, read, h, g, composite))
     dz = spread(ct.z, back.z)
     dh = [{k: a[k] + summed(t, b[k], a[k].shape) for k in a} for a, b in zip(ct.h, back.h, strict=True)]
     if link.decay:

@@ -169,16 +169,15 @@ def increments_at(
 def ambiguous(rule: Rule, link: Link, *args: Any) -> bool:
     """Whether the bits of an increment may depend on what is compiled with it: on what it reads, too.
 
-    Other links' values are products with a unit (`decode`). Hyperparameters are stored by the loop, and gradients by a
-    branch. In float64 all are ambiguous: no rounding to float32 stands between an increment and the unit of its link, and
-    XLA multiplies the constants of a product among themselves, where one program knows them and the other does not.
+    Other links' values are products with a unit (`decode`), and so may be a gradient that no branch stores. Hyperparameters
+    are stored by the loop. In float64 all are ambiguous: no rounding to float32 stands between an increment and the unit of
+    its link, and XLA multiplies the constants of a product among themselves, where one program knows them and the other not.
     """
     if rule.double:
         return True
-    if rule.linear:
-        return False
     program, counts = _program(link, *args)
-    return arithmetic.ambiguous(program, [which == 1 for which, count in enumerate(counts) for _ in range(count)])
+    products = {1, 2} if rule.linear and not rule.isolate else {1}
+    return arithmetic.ambiguous(program, [which in products for which, count in enumerate(counts) for _ in range(count)])
 
 
 def composite(rule: Rule, link: Link, *args: Any) -> bool:

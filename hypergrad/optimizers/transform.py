@@ -80,7 +80,8 @@ class Clip(Transformed):
     @staticmethod
     def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]:
         del w
-        return [jnp.clip(x, -hj.max_delta, hj.max_delta) for hj, x in zip(h, g, strict=True)]
+        bounds = [_nan_below_zero(hj.max_delta) for hj in h]
+        return [jnp.clip(x, -c, c) for c, x in zip(bounds, g, strict=True)]
 
 
 class ClipByGlobalNorm(Transformed):
@@ -98,8 +99,8 @@ class ClipByGlobalNorm(Transformed):
         scale = jnp.where(some, largest, 1)
         parts = [x / scale.astype(x.dtype) for x in g]
         root = jnp.sqrt(jnp.where(some, sum(jnp.sum(x**2).astype(g[0].dtype) for x in parts), 1))
-        bounds = [hj.max_norm for hj in h]
-        above = [some & (scale * root > c) for c in bounds]
+        bounds = [_nan_below_zero(hj.max_norm) for hj in h]
+        above = [some & ~(scale * root <= c) for c in bounds]
         clipped = [x / root.astype(x.dtype) * jnp.where(a, c, 1) for a, c, x in zip(above, bounds, parts, strict=True)]
         return [jnp.where(a, c, x) for a, c, x in zip(above, clipped, g, strict=True)]
 
@@ -156,8 +157,8 @@ def _still(link: Link, key: str) -> Link:
 def clip(optimizer: Optimizer, max_delta: Any) -> Clip:
     """`optimizer` on the gradient with every entry cut to [-max_delta, max_delta], as `optax.clip`.
 
-    max_delta: a hyperparameter like any other (scalar, `PerStep`, per group, per weight). The gradient passes the outermost
-    transformation first.
+    max_delta: a hyperparameter like any other (scalar, `PerStep`, per group, per weight). One that is negative or NaN is an
+    error; traced, it makes the gradient NaN. The gradient passes the outermost transformation first.
     """
     return Clip(_checked("clip", optimizer), _bound("clip", "max_delta", max_delta))
 
@@ -165,7 +166,8 @@ def clip(optimizer: Optimizer, max_delta: Any) -> Clip:
 def clip_by_global_norm(optimizer: Optimizer, max_norm: Any) -> ClipByGlobalNorm:
     """`optimizer` on g min(1, max_norm / |g|), the norm taken over all leaves, as `optax.clip_by_global_norm`.
 
-    max_norm: a hyperparameter like any other; given per group, each group is scaled by its own.
+    max_norm: a hyperparameter like any other; given per group, each group is scaled by its own. One that is negative or NaN
+    is an error; traced, it makes the gradient NaN.
     """
     return ClipByGlobalNorm(_checked("clip_by_global_norm", optimizer), _bound("clip_by_global_norm", "max_norm", max_norm))
 
@@ -203,8 +205,13 @@ def _checked(name: str, optimizer: Any) -> Optimizer:
     return optimizer
 
 
+def _nan_below_zero(bound: Array) -> Array:
+    return jnp.where(bound >= 0, bound, jnp.nan)
+
+
 def _bound(name: str, field: str, value: Any) -> Any:
     for x in jax.tree.leaves(value):
-        if not isinstance(x, jax.core.Tracer) and not np.all(np.asarray(x) >= 0):
+        known = not isinstance(x, jax.core.Tracer) and np.issubdtype(np.asarray(x).dtype, np.number)
+        if known and not np.all(np.asarray(x) >= 0):
             raise ValueError(f"hg.{name}: `{field}` must be at least 0; got {x!r}.")
     return value
