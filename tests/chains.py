@@ -1,6 +1,7 @@
-"""An optimizer that the library does not ship, written against `Link` and `Optimizer` alone.
+"""Optimizers that the library does not ship, written against `Link` and `Optimizer` alone.
 
-Shampoo shows that links may have another shape than the parameters, and increments that mix a leaf's entries.
+Shampoo shows that links may have another shape than the parameters, and increments that mix a leaf's entries; Change that
+an increment may read the old value of a link after it.
 """
 
 from typing import Any
