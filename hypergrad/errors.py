@@ -82,8 +82,8 @@ class Status(eqx.Module):
                 return f"{where} is NaN or infinite before the first step. Look at how it is initialized."
             case 2:
                 return (
-                    f"{where} became NaN or infinite{at}. Training diverged or the loss is not finite there: lower the "
-                    "learning rate, clip the gradient, or check the loss for log(0), sqrt(0) and 0/0."
+                    f"{where} became NaN or infinite{at}. Training diverged, a hyperparameter is not finite, or the loss is "
+                    "not: lower the learning rate, clip the gradient, or check the loss for log(0), sqrt(0) and 0/0."
                 )
             case 3:
                 return (
@@ -135,6 +135,8 @@ def decay_sentence(name: str, value: float, step: int = -1, highest: float = 1 -
     lowest, interval = max(1 - highest, 2.0**-16), "(0, 1]" if highest == 1 else "(0, 1)"
     if np.isnan(value):
         why, nearest = "It is NaN.", highest
+    elif 0 < value < lowest and 1 - highest < lowest:
+        why, nearest = f"One step would lose more digits than it can keep: below 1/{round(1 / lowest)}.", lowest
     elif 0 < value < lowest:
         why, nearest = f"It rounds to 0 on the grid of 1/{round(1 / lowest)}: nothing would be kept.", lowest
     elif 0 < value < 1:

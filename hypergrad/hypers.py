@@ -160,6 +160,8 @@ def describe_arrays(tree: Any) -> dict[str, str]:
 
 def describe(leaf: Any) -> str:
     """A leaf in an error: `int32[3]`, or the type's name."""
+    if isinstance(leaf, type):
+        return f"the class {leaf.__name__} itself"
     if eqx.is_array_like(leaf) and hasattr(leaf, "dtype"):
         return f"{leaf.dtype.name}{list(leaf.shape)}"
     return f"{type(leaf).__name__} {leaf!r}" if isinstance(leaf, (int, complex, str)) else type(leaf).__name__

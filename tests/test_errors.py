@@ -39,6 +39,8 @@ def test_momentum_that_rounds_to_an_end_says_so():
         train(optimizer=hg.SGD(0.1, 1 - 2.0**-20))
     with fails(hg.RangeError, "rounds to 0 on the grid of 1/65536"):
         train(optimizer=hg.SGD(0.1, 2.0**-20))
+    with fails(hg.RangeError, "would lose more digits than it can keep: below 1/65536"):
+        train(optimizer=hg.AdamW(1.0, weight_decay=1 - 2.0**-20))
 
 
 @pytest.mark.parametrize(
@@ -185,6 +187,11 @@ def test_an_optax_optimizer(optimizer):
 def test_arguments_of_another_kind():
     with fails(TypeError, "`optimizer` must be a reversible optimizer such as hg.SGD(0.1, 0.9)", "float"):
         train(optimizer=0.1)
+    with fails(TypeError, "`optimizer` must be a reversible optimizer", "got the class SGD itself"):
+        train(optimizer=hg.SGD)
+    for rates in ([0.1, 0.1, 0.1], hg.PerStep([0.1, 0.1, 0.1])):
+        with fails(ValueError, "optimizer.learning_rate must be one value", "make it an array, jnp.array([...])"):
+            train(optimizer=hg.SGD(rates))
     with fails(TypeError, "`adjoint` must be hg.Reversible(), hg.Unrolled() or hg.Checkpointed()", "'reversible'"):
         train(adjoint="reversible")
 

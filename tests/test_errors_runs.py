@@ -117,6 +117,11 @@ def test_nan_loss_names_the_step():
         train(loss=lambda params, theta, batch: batch + jnp.sum(params["w"]), batches=nan_at_1)
 
 
+def test_nan_hyperparameter_is_among_the_reasons():
+    with fails(hg.NonFiniteError, "NaN or infinite at step 0", "a hyperparameter is not finite"):
+        train(optimizer=hg.SGD(jnp.nan, 0.9))
+
+
 def test_nan_loss_under_jit_names_the_step():
     nan_loss = lambda params, theta, batch: jnp.sum(params["w"]) + jnp.log(theta)  # noqa: E731
     with fails_compiled(hg.NonFiniteError, "the loss became NaN or infinite at step 0"):
