@@ -82,8 +82,8 @@ class Status(eqx.Module):
                 return f"{where} is NaN or infinite before the first step. Look at how it is initialized."
             case 2:
                 return (
-                    f"{where} became NaN or infinite{at}. Training diverged, a hyperparameter is not finite, or the loss is "
-                    "not: lower the learning rate, clip the gradient, or check the loss for log(0), sqrt(0) and 0/0."
+                    f"{where} became NaN or infinite{at}. Training diverged, or a hyperparameter or the loss is not finite: "
+                    "lower the learning rate, clip the gradient, or check the loss for log(0), sqrt(0) and 0/0."
                 )
             case 3:
                 return (

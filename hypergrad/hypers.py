@@ -159,7 +159,7 @@ def describe_arrays(tree: Any) -> dict[str, str]:
 
 
 def describe(leaf: Any) -> str:
-    """A leaf in an error: `int32[3]`, or the type's name."""
+    """A leaf in an error: `int32[3]`, `the class SGD itself`, or the type's name."""
     if isinstance(leaf, type):
         return f"the class {leaf.__name__} itself"
     if eqx.is_array_like(leaf) and hasattr(leaf, "dtype"):

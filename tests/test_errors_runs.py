@@ -108,17 +108,14 @@ def test_state_that_starts_outside_the_range(value):
         train(state={"velocity": {"w": jnp.array([0.0, value])}})
 
 
-def test_nan_loss_names_the_step():
+def test_nan_names_the_step_and_what_may_be_its_reason():
     nan_at_1 = hg.stacked(jnp.array([1.0, jnp.nan, 1.0]))
     with fails(hg.NonFiniteError, "NaN or infinite at step 1", "learning rate") as caught:
         train(loss=lambda params, theta, batch: batch * jnp.sum(params["w"]), batches=nan_at_1)
     assert isinstance(caught.value, FloatingPointError) and int(caught.value.status.step) == 1
     with fails(hg.NonFiniteError, "the loss became NaN or infinite at step 1"):  # its gradient is fine
         train(loss=lambda params, theta, batch: batch + jnp.sum(params["w"]), batches=nan_at_1)
-
-
-def test_nan_hyperparameter_is_among_the_reasons():
-    with fails(hg.NonFiniteError, "NaN or infinite at step 0", "a hyperparameter is not finite"):
+    with fails(hg.NonFiniteError, "NaN or infinite at step 0", "or a hyperparameter or the loss is not finite"):
         train(optimizer=hg.SGD(jnp.nan, 0.9))
 
 

@@ -196,7 +196,8 @@ def _broadcast_prefix(name: str, value: Any, params: Any, of: str = "params") ->
     try:
         return jax.tree.leaves(jax.tree.broadcast(value, params, is_leaf=is_per_step), is_leaf=is_per_step)
     except ValueError as e:
-        hint = " A list is a tree of its entries: make it an array, jnp.array([...])." if isinstance(value, list) else ""
+        of_numbers = isinstance(value, list) and not isinstance(params, list)
+        hint = " A list is a tree of its entries: make it an array, jnp.array([...])." if of_numbers else ""
         raise ValueError(
             f"{name} must be one value or a pytree prefix of {'`params`' if of == 'params' else of}; got the tree "
             f"{jax.tree.structure(value, is_leaf=is_per_step)} for {of} {jax.tree.structure(params)}.{hint}"
