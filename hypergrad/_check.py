@@ -1,5 +1,7 @@
-"""`check_reversal`: forward and back without derivatives, and where the two passes first part."""
+"""`check_reversal`: forward and back, without derivatives and with them, and where two passes first part."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,36 +10,44 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad import _programs as programs
 from hypergrad._train import set_up
 from hypergrad.adjoints import Reversible
-from hypergrad.adjoints.reversible import settled_driver
-from hypergrad.errors import OK
-from hypergrad.exact import Scaled
-from hypergrad.loop.forward import train_step
+from hypergrad.adjoints.apart import remembered
+from hypergrad.adjoints.passes import settled_driver, with_all_derivatives
+from hypergrad.adjoints.second_order import check_symmetric
+from hypergrad.errors import OK, Status
+from hypergrad.exact import all_of
+from hypergrad.loop.forward import Seen, train_step
+from hypergrad.loop.prints import print_of, state_prints
 from hypergrad.loop.problem import Inputs, Problem, begun, intact, join_steps, schedules, split, turns_of
 from hypergrad.loop.status import assess, most_words
-from hypergrad.loop.step import Exact, Rule, unfollow, unstep
+from hypergrad.loop.step import Exact, unfollow, unstep
 from hypergrad.optimizers.chain import PARAMS
 
 
 class Mismatch(NamedTuple):
-    """Where the reverse pass first differed from the forward pass."""
+    """Where a reverse pass first differed from the forward pass."""
 
     step: int  # the state before this step was not recovered
     place: str  # link and leaf, e.g. "velocity['w']"
-    cause: str  # "batch": `batches` gave another batch the second time; "gradient": same batch, other gradient bits
+    # "batch": `batches` gave another batch the second time; "gradient": the same batch, a gradient with other bits;
+    # "derivative": the gradient has other bits beside its derivative alone, which hg.Reversible(isolate=True) prevents;
+    # "loss": all came back, but another loss was seen on the way
+    cause: str
 
 
 class Certificate(NamedTuple):
     """What `check_reversal` found."""
 
-    exact: bool  # every link back on its initial bits, every buffer empty
+    exact: bool  # every link back on its initial bits, every buffer empty, the same losses: with derivatives and without
     first_mismatch: Mismatch | None
     bits_per_parameter_step: float  # lost by decays and kept: in words, and what waits to become one
     ideal_bits_per_parameter_step: float  # mean of log2(1/decay)
     max_abs: float  # largest magnitude of any link at any step
     buffer_words: int  # 32-bit words per parameter spilled
     content_bits_per_parameter_step: float  # of the above, what is in buffers: words, and the mean length of heads
+    isolated: bool = False  # whether gradients had to be compiled apart from their derivatives: one more a step
 
 
 def check_reversal(
@@ -52,33 +62,57 @@ def check_reversal(
     statistics: Any = None,
     adjoint: Reversible = Reversible(),  # noqa: B008 (frozen)
 ) -> Certificate:
-    """Train, run backwards, compare every bit: the arguments of `hg.train`, concrete; returns a `Certificate`.
+    """Train, run backwards without derivatives and with all of them, compare every bit; returns a `Certificate`.
 
-    Raises the `HypergradError` of a run that fails on its own (range, NaN); a failed reversal is a result, not an error.
+    The arguments of `hg.train`, concrete. Raises the `HypergradError` of a run that fails on its own (range, NaN), and one
+    where the derivative of the loss's gradient is not what its program promises; a failed reversal is a result, not an
+    error.
     """
     problem, inputs, _ = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, True, statistics)
-    problem = settled_driver(problem, inputs)
+    problem = dataclasses.replace(settled_driver(problem, inputs), watch="states")
     with jax.enable_x64(True):
         plan = problem.beside(schedules, inputs.h)
         capacity = {link.name: int(most_words(plan)) for _, link, _ in problem.links(inputs.h)}
-        run = _there_and_back if problem.driver != "scan" else jax.jit(_there_and_back, static_argnums=(0, 1))
-        (status, content, largest, back_on_bits), there, back = run(problem, tuple(capacity.items()), inputs)
-    if int(status.code) != OK:
-        raise status.worst().error()
-    exact = bool(back_on_bits.all())
-    mismatch = None if exact else _first_mismatch(problem, *(jax.tree.map(np.asarray, x) for x in (there, back)))
-    bits, ideal, words = float(status.bits), float(status.ideal_bits), int(status.words)
-    return Certificate(exact, mismatch, bits, ideal, float(largest), words, float(content))
+        statics = problem, tuple(capacity.items())
+        run = functools.partial(programs.call, _there_and_back) if problem.driver == "scan" else _from_python
+        judged, end, there, plain = run(statics, inputs)
+        if int(judged.status.code) != OK:
+            raise judged.status.worst().error()
+        derived = with_all_derivatives(problem, inputs, end, there.seen)
+    check_symmetric(derived.watched["asymmetry"], problem.rule.param_dtypes)
+    mismatch = None
+    if not judged.found.all():
+        mismatch = _first_mismatch(problem, there, plain, "gradient")
+    elif not derived.found.all():
+        mismatch = _first_mismatch(problem, there, plain._replace(states=derived.watched["states"]), "derivative")
+    bits, ideal, words = (x.item() for x in (judged.status.bits, judged.status.ideal_bits, judged.status.words))
+    content, largest = float(judged.content), float(judged.largest)
+    isolated = bool(derived.doubted) or remembered(problem) != problem
+    return Certificate(mismatch is None, mismatch, bits, ideal, largest, words, content, isolated)
 
 
-class _Trace(NamedTuple):
-    """Fingerprints of every step: of the state before it [steps, places], of its batch [steps]."""
-
-    state: Array
-    batch: Array
+def _from_python(statics: tuple[Any, ...], *args: Any) -> Any:
+    return _there_and_back(*statics, *args)
 
 
-def _there_and_back(problem: Problem, capacity: tuple[Any, ...], inputs: Inputs) -> Any:
+class _Pass(NamedTuple):
+    """What one pass saw, step by step."""
+
+    states: Array  # prints of the state before each: uint64 [steps, places]
+    batches: Array  # prints: uint64 [steps]
+    seen: Seen
+
+
+class _Judged(NamedTuple):
+    """Of training, and of its reversal without derivatives."""
+
+    status: Status
+    content: Any  # bits in the buffers
+    largest: Array  # magnitude
+    found: Array  # per place, whether it came back, by the same losses
+
+
+def _there_and_back(problem: Problem, capacity: tuple[Any, ...], inputs: Inputs) -> tuple[_Judged, Exact, _Pass, _Pass]:
     plan, first, largest_first = problem.beside(_begin, inputs, static=(capacity,))
     constant, stepped = problem.beside(split, inputs.h)
     gradient = problem.maybe_jit(problem.gradient)
@@ -86,9 +120,9 @@ def _there_and_back(problem: Problem, capacity: tuple[Any, ...], inputs: Inputs)
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns_of(plan))
 
     def forward(consts: Any, state: Exact, x: Any) -> Any:
-        prints = _state_print(problem, state), _batch_print(problem, consts[-1], x[0])
-        state, loss = train_step(problem, gradient, consts, state, x)
-        return state, (*prints, loss, _largest(problem, state))
+        prints = state_prints(problem, state), print_of(problem.batch(consts[-1], x[0]))
+        state, seen = train_step(problem, gradient, consts, state, x)
+        return state, (_Pass(*prints, seen), _largest(problem, state))
 
     def backward(consts: Any, state: Exact, x: Any) -> Any:
         constant, theta, frozen = consts
@@ -97,21 +131,22 @@ def _there_and_back(problem: Problem, capacity: tuple[Any, ...], inputs: Inputs)
         batch = problem.batch(frozen, t)
 
         def again(w: list[Array]) -> list[Array]:
-            value, g, seen = problem.apart(t, gradient, w, theta, frozen, batch)
-            found.append((value, seen))
-            return problem.joined(t, g)
+            value, g, evidence = problem.gradient_apart(gradient, t, w, theta, frozen, batch)
+            found.append((value, evidence))
+            return g
 
         found: list[tuple[Array, list[Array]]] = []
         state = unstep(problem.rule, t, state, h, turns, again)
-        loss, seen = found[-1]
-        state = unfollow(problem.statistics, t, state, rates, turns, seen)
-        return state, (_state_print(problem, state), _batch_print(problem, frozen, t), loss)
+        loss, evidence = found[-1]
+        state = unfollow(problem.statistics, t, state, rates, turns, evidence)
+        print_ = print_of(batch)
+        return state, _Pass(state_prints(problem, state), print_, Seen(loss, None if problem.functions.sure else print_))
 
-    end, (states, batches, losses, largest) = problem.run(forward, consts, first, xs)
-    last, (back_states, back_batches, again) = problem.run(backward, consts, end, xs, reverse=True)
+    end, (there, largest) = problem.run(forward, consts, first, xs)
+    last, back = problem.run(backward, consts, end, xs, reverse=True)
     magnitudes = largest_first, largest
-    judged = problem.beside(_judged, inputs, plan, end, last, losses, again, magnitudes, static=(capacity,))
-    return judged, _Trace(states, batches), _Trace(back_states, back_batches)
+    judged = problem.beside(_judge, inputs, plan, end, last, there.seen, back.seen, magnitudes, static=(capacity,))
+    return judged, end, there, back
 
 
 def _begin(problem: Problem, capacity: tuple[Any, ...], inputs: Inputs) -> tuple[Any, Exact, Array]:
@@ -119,22 +154,21 @@ def _begin(problem: Problem, capacity: tuple[Any, ...], inputs: Inputs) -> tuple
     return schedules(problem, inputs.h), first, _largest(problem, first)
 
 
-def _judged(
+def _judge(
     problem: Problem,
     capacity: Any,
     inputs: Inputs,
     plan: Any,
     end: Exact,
     last: Exact,
-    losses: Array,
-    again: Array,
+    seen: Seen,
+    again: Seen,
     magnitudes: Any,
-) -> tuple[Any, ...]:
-    """(status, bits in the buffers, largest magnitude, per place whether it came back)."""
-    status = assess(problem, inputs.values, inputs.h, plan, end.z, losses, dict(capacity))
-    exact = intact(problem, inputs.values, last) & jnp.isfinite(again).all()
+) -> _Judged:
+    status = assess(problem, inputs.values, inputs.h, plan, end.z, seen.losses, dict(capacity))
+    found = intact(problem, inputs.values, last) & all_of(seen.losses == again.losses)
     first, largest = magnitudes
-    return status, _content(problem, inputs, plan, end), jnp.maximum(first, largest.max()), exact
+    return _Judged(status, _content(problem, inputs, plan, end), jnp.maximum(first, largest.max()), found)
 
 
 def _largest(problem: Problem, state: Exact) -> Array:
@@ -153,42 +187,10 @@ def _content(problem: Problem, inputs: Inputs, plan: Any, end: Exact) -> Any:
     return total / sum(x.size for x in inputs.values[PARAMS]) / problem.steps
 
 
-def _first_mismatch(problem: Problem, there: Any, back: Any) -> Mismatch:
-    differs = there.state != back.state
-    step = int(np.flatnonzero(differs.any(axis=1))[-1]) if differs.any() else 0
-    place = int(np.argmax(differs[step]))
-    cause = "batch" if there.batch[step] != back.batch[step] else "gradient"
-    return Mismatch(step, problem.labels.places[place], cause)
-
-
-def _state_print(problem: Problem, state: Exact) -> Array:
-    return jnp.stack(
-        [_prints(x) for rule in problem.rules for link in rule.chain for x in _leaves(rule, state.z[link.name])]
-    )
-
-
-def _leaves(rule: Rule, z: list[Any]) -> list[Any]:
-    integers = [jax.tree.leaves(x.z if isinstance(x, Scaled) else x) for x in z]
-    columns = [rule.layout.split(list(column)) for column in zip(*integers, strict=True)]
-    return list(zip(*columns, strict=True))
-
-
-def _batch_print(problem: Problem, frozen: list[Any], t: Array) -> Array:
-    with jax.enable_x64(problem.x64):
-        batch = problem.assemble.batch(frozen, t)
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    leaves = [jax.random.key_data(x) if is_key(x) else jnp.asarray(x) for x in jax.tree.leaves(batch)]
-    return _prints(leaves)
-
-
-def _prints(tree: Any) -> Array:
-    return sum((_print(x) for x in jax.tree.leaves(tree)), jnp.uint64(0))
-
-
-def _print(x: Array) -> Array:
-    """A position-dependent checksum of an array's bits: uint64 []."""
-    if x.dtype == jnp.bool_:
-        x = x.astype(jnp.uint8)
-    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).reshape(-1).astype(jnp.uint64)
-    weights = jnp.arange(bits.size, dtype=jnp.uint64) * jnp.uint64(0x9E3779B97F4A7C15) | jnp.uint64(1)
-    return jnp.sum(bits * weights)
+def _first_mismatch(problem: Problem, there: _Pass, back: _Pass, cause: str) -> Mismatch:
+    states, batches = (np.asarray(x) != np.asarray(y) for x, y in zip(there[:2], back[:2], strict=True))
+    if not states.any():
+        step = int(np.flatnonzero(batches)[-1]) if batches.any() else 0
+        return Mismatch(step, "the losses", "batch" if batches.any() else "loss")
+    step = int(np.flatnonzero(states.any(axis=1))[-1])
+    return Mismatch(step, problem.labels.places[int(np.argmax(states[step]))], "batch" if batches[step] else cause)

@@ -1,59 +1,57 @@
-"""What a user's function holds besides its arguments: a traced value there would get no derivative, or leak.
+"""What a user's function holds besides its arguments, by name: for errors about it.
 
-Invariant: whatever a function can reach by its closure, defaults, partial arguments or owner, `_captured` yields.
+Invariant: whatever a function can reach by its closure, globals, defaults, partial arguments, or the attributes of objects
+among these, `name_in` finds, up to a depth of four.
 """
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import equinox as eqx
 import jax
 
 
-def reject_traced_closure(role: str, function: Any) -> None:
-    """A traced value inside a closure would get no derivative, or leak: name the variable instead."""
-    if role == "batches" and isinstance(function, jax.tree_util.Partial):
-        function = function.func  # a callable pytree: its arguments are leaves, and flow
-    for name, value in _captured(function, set()):
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
-            cures = {
-                "loss": "through `theta` or the batch",
-                "batches": "as a leaf: jax.tree_util.Partial(function, value)",
-            }
-            raise ValueError(
-                f"`{role}` ({name_of(function)}) closes over the traced value `{name}`, whose derivative would be lost. "
-                f"Pass it {cures[role]}."
-            )
+_DEPTH = 4
 
 
-def _captured(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """(name, value) of all that a function holds, and of what the functions among it hold."""
-    if id(function) in seen or isinstance(function, eqx.Module):
-        return
-    seen.add(id(function))
-    for name, value in _held(function):
-        yield name, value
-        if callable(value):
-            yield from _captured(value, seen)
-
-
-def _held(function: Any) -> Iterator[tuple[str, Any]]:
-    """Closure cells, defaults, partial arguments, and the attributes of a method's or a callable's object."""
-    code = getattr(function, "__code__", None)
-    for name, cell in zip(getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or (), strict=True):
-        with contextlib.suppress(ValueError):  # not assigned yet
-            yield name, cell.cell_contents
-    yield from ((f"default {i}", v) for i, v in enumerate(getattr(function, "__defaults__", None) or ()))
-    yield from (getattr(function, "__kwdefaults__", None) or {}).items()
-    if isinstance(function, functools.partial):
-        yield "func", function.func
-        yield from ((f"argument {i}", v) for i, v in enumerate(function.args))
-        yield from function.keywords.items()
-    owner = getattr(function, "__self__", function if code is None else None)
-    yield from list(getattr(owner, "__dict__", {}).items())
+def name_in(function: Any, value: Any) -> str:
+    """What the function calls a value that it holds: `scale`, `cfg.l2`."""
+    for name, held in _reached(function, "", _DEPTH, set()):
+        if held is value or any(leaf is value for leaf in jax.tree.leaves(held)):
+            return f"`{name}`"
+    return "a value from outside"
 
 
 def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _reached(owner: Any, prefix: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """(name, value) of all that a function or an object holds, and of what the functions and objects among it hold."""
+    if id(owner) in seen or not depth or isinstance(owner, (types.ModuleType, type, jax.Array, jax.core.Tracer)):
+        return
+    seen.add(id(owner))
+    held = [(f"{prefix}{name}", value) for name, value in _held(owner)]
+    yield from held
+    for name, value in held:
+        yield from _reached(value, "" if callable(value) else f"{name}.", depth - 1, seen)
+
+
+def _held(owner: Any) -> Iterator[tuple[str, Any]]:
+    """Closure cells, globals, defaults, partial arguments, and attributes."""
+    code = getattr(owner, "__code__", None)
+    for name, cell in zip(getattr(code, "co_freevars", ()), getattr(owner, "__closure__", None) or (), strict=True):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents
+    globals_ = getattr(owner, "__globals__", {})
+    yield from ((name, globals_[name]) for name in getattr(code, "co_names", ()) if name in globals_)
+    yield from ((f"default {i}", v) for i, v in enumerate(getattr(owner, "__defaults__", None) or ()))
+    yield from (getattr(owner, "__kwdefaults__", None) or {}).items()
+    if isinstance(owner, functools.partial):
+        yield "func", owner.func
+        yield from ((f"argument {i}", v) for i, v in enumerate(owner.args))
+        yield from owner.keywords.items()
+    whose = getattr(owner, "__self__", owner if code is None else None)
+    yield from list(getattr(whose, "__dict__", {}).items())

@@ -40,7 +40,7 @@ class Descent:
     def __init__(self, meta_optimizer: optax.GradientTransformation, evaluation: Evaluation) -> None:
         self.meta_optimizer, self.evaluation = optax.with_extra_args_support(meta_optimizer), evaluation
         self_ = weakref.ref(self)  # no cycle: the number of a ledger that is let go can be given again
-        self.update = eqx.filter_jit(lambda capacity, *arguments: self_()._update(*arguments))  # type: ignore[union-attr]
+        self.update = eqx.filter_jit(lambda *arguments: self_()._update(*arguments))  # type: ignore[union-attr]
 
     def start(self, learned: Any) -> Point:
         return Point(learned, self.meta_optimizer.init(learned))
@@ -55,9 +55,7 @@ class Descent:
         ledger = self.evaluation.ledger
         ledger.clear()
         with listen(ledger):
-            # The capacity is static: a program made for smaller buffers would see every trial point of a search fail.
-            arguments = point, fixed, evaluated.value, evaluated.grads, key
-            after = jax.block_until_ready(self.update(ledger.capacity, *arguments))
+            after = jax.block_until_ready(self.update(point, fixed, evaluated.value, evaluated.grads, key))
         return self(point, fixed, evaluated, key) if self.evaluation.grown() else after
 
     def _update(self, point: Point, fixed: Any, value: Array, grads: Any, key: Array) -> Point:

@@ -15,6 +15,7 @@ from jax import Array
 from hypergrad._evaluate import objective
 from hypergrad._meta_loop import default_key
 from hypergrad._report import Trace, probe
+from hypergrad.adjoints.second_order import check_symmetric
 from hypergrad.errors import Status
 from hypergrad.hypers import check_hypers, split_fixed
 from hypergrad.optimizers.chain import PARAMS
@@ -74,6 +75,8 @@ def diagnose(
             "hg.diagnose saw no reverse pass: `train_fn` differentiates no hg.train with adjoint=hg.Reversible(), or "
             "`val_fn` does not use what it trained. Pass the default adjoint."
         )
+    for trace in traces:
+        check_symmetric(trace.asymmetry, [np.float32])
     norm = float(optax.tree.norm(grads))
     return max((_judge(t, float(value), norm, len(traces)) for t in traces), key=_badness)
 

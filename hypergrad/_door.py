@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad import _programs as programs
-from hypergrad._closures import name_of, reject_traced_closure
+from hypergrad._closures import name_of
+from hypergrad._program_keys import contains
+from hypergrad._programs import Program
 from hypergrad.batches import FullBatch, HostBatches, Minibatches, Stacked
 from hypergrad.exact import STEPS
 from hypergrad.hypers import describe, is_domain
 from hypergrad.optimizers.chain import PARAMS, Link, Optimizer
-from hypergrad.optimizers.expand import compute_dtype
+from hypergrad.optimizers.expand import compute_dtype, concrete
 from hypergrad.optimizers.statistics import Statistics
 
 
@@ -57,17 +58,8 @@ def check_kinds(loss: Any, optimizer: Any, batches: Any, adjoint: Any) -> None:
         raise TypeError(f"{what} A bare tuple or array does not say what a step sees: wrap it in {_BATCH_CURE}.")
     if not hasattr(adjoint, "run"):
         raise TypeError(f"`adjoint` must be hg.Reversible(), hg.Unrolled() or hg.Checkpointed(); got {describe(adjoint)}.")
-    try:
-        hash(loss)
-    except TypeError as e:
-        raise TypeError(
-            f"`loss` ({name_of(loss)}) holds arrays and is no plain function. Make it one, and pass arrays through "
-            "`params`, `theta` or the batch."
-        ) from e
     check_signature("loss(params, theta, batch)", loss, "Without theta write loss(params, _, batch).")
     check_signature("batches(t)", batches, f"t is the step; or take {_BATCH_CURE}.")
-    for role, function in (("loss", loss), ("batches", batches)):
-        reject_traced_closure(role, function)
 
 
 def reject_domains(name: str, tree: Any) -> None:
@@ -147,15 +139,13 @@ def check_signature(call: str, function: Any, otherwise: str) -> None:
         pass  # a builtin without a signature: calling it will tell
 
 
-def check_pure(batches: Any, batch: Callable[..., Any], *arguments: Any) -> None:
-    """`batch(*arguments)`, which calls `batches`, must trace to the same program each time, and act on nothing."""
+def check_pure(batches: Any, traced: tuple[Program, list[Any]], again: Callable[[], tuple[Program, list[Any]]]) -> None:
+    """`batches` must trace to the same program each time, on the same constants, and act on nothing."""
     if isinstance(batches, (FullBatch, HostBatches, Minibatches, Stacked)):
         return
-    with calling_batches(batches):
-        first, again = (jax.make_jaxpr(lambda *a: batch(*a))(*arguments) for _ in range(2))
-    if programs.contains(first.jaxpr, "io_callback"):
+    if contains(traced[0].jaxpr, "io_callback"):
         what = "it calls Python by jax.experimental.io_callback, which may act or be left out"
-    elif not _alike(first, again):
+    elif not _alike(traced, again()):
         what = "called twice for the same step, it made two different batches"
     else:
         return
@@ -165,12 +155,12 @@ def check_pure(batches: Any, batch: Callable[..., Any], *arguments: Any) -> None
     )
 
 
-def _alike(first: Any, again: Any) -> bool:
+def _alike(first: tuple[Program, list[Any]], again: tuple[Program, list[Any]]) -> bool:
     """The same program on the same constants; functions in it count as one if they print as one."""
-    text = [re.sub(r"0x[0-9a-f]+", "", str(x.jaxpr)) for x in (first, again)]
+    text = [re.sub(r"0x[0-9a-f]+", "", str(program.jaxpr)) for program, _ in (first, again)]
     data = lambda x: np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)  # noqa: E731
-    pairs = zip(first.consts, again.consts, strict=False)
-    return text[0] == text[1] and all(x is y or np.array_equal(data(x), data(y)) for x, y in pairs)
+    pairs = zip(first[1], again[1], strict=False)
+    return text[0] == text[1] and all(x is y or (concrete((x, y)) and np.array_equal(data(x), data(y))) for x, y in pairs)
 
 
 @contextlib.contextmanager

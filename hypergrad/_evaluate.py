@@ -5,6 +5,7 @@ Invariant: the mean is over the seeds whose value and hypergradient are finite, 
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -18,8 +19,8 @@ from jax import Array
 
 from hypergrad import _programs as programs
 from hypergrad._door import calling, check_signature
-from hypergrad._report import Ledger, listen
-from hypergrad.errors import BUFFER_FULL, HypergradError, NonFiniteError
+from hypergrad._report import ISOLATED, Ledger, listen
+from hypergrad.errors import BUFFER_FULL, REVERSAL, HypergradError, NonFiniteError
 from hypergrad.hypers import hyper_path, natural
 
 
@@ -51,12 +52,19 @@ class Evaluation:
 
     def __call__(self, learned: Any, fixed: Any, key: Array) -> tuple[Evaluated, HypergradError | None]:
         """The means, and what a seed failed of, if one did."""
+        isolated = self.ledger.isolate
+        result, failure = self._evaluated(learned, fixed, key)
+        if self.ledger.isolate and not isolated and failure is None:
+            warnings.warn(ISOLATED, stacklevel=4)
+        return result, failure
+
+    def _evaluated(self, learned: Any, fixed: Any, key: Array) -> tuple[Evaluated, HypergradError | None]:
         self.ledger.clear()
         keys = key[None] if self.seeds == 1 else jax.random.split(key, self.seeds)
         with listen(self.ledger):
             results = self._side_by_side(learned, fixed, keys) if self.jit else self._one_by_one(learned, fixed, keys)
         result = jax.block_until_ready(_averaged(results, self.seeds))
-        return self(learned, fixed, key) if self.grown() else (result, self._failure(result))
+        return self._evaluated(learned, fixed, key) if self.grown() else (result, self._failure(result))
 
     def value(self, learned: Any, fixed: Any, key: Array) -> Array:
         """The mean value alone, of all seeds: what a line search calls, inside of its compiled code."""
@@ -80,8 +88,7 @@ class Evaluation:
         like = tree, tuple(jax.typeof(x) if eqx.is_array(x) else x for x in leaves)
         if like not in self.programs:
             arrays, static = eqx.partition(arguments, eqx.is_array)
-            # A new function each time: jit would find the trace of a bound method again, made for smaller buffers.
-            run = programs.ahead(jax.jit(lambda arrays: self._group(*eqx.combine(arrays, static))), arrays)
+            run = programs.ahead(lambda arrays: self._group(*eqx.combine(arrays, static)), arrays)
             self.programs[like] = lambda *arguments: run(eqx.filter(arguments, eqx.is_array))
         return self.programs[like]
 
@@ -107,11 +114,15 @@ class Evaluation:
         return results
 
     def grown(self) -> bool:
-        """Whether a buffer was too small; if so, there is more room now, and what was compiled for less is forgotten."""
-        failure = self.ledger.failure
-        if failure is None or int(failure.code) != BUFFER_FULL or int(failure.words) <= self.ledger.capacity:
+        """Whether runs must be compiled otherwise, with larger buffers or with gradients apart from their derivatives; if
+        so, they will be, and what was compiled is forgotten."""
+        ledger, failure = self.ledger, self.ledger.failure
+        if any(int(status.code) == REVERSAL for status in ledger.statuses) and not ledger.isolate:
+            ledger.isolate = True
+        elif failure is not None and int(failure.code) == BUFFER_FULL and int(failure.words) > ledger.capacity:
+            ledger.capacity = -(-5 * int(failure.words) // 4)  # a quarter more: learned decays drift
+        else:
             return False
-        self.ledger.capacity = -(-5 * int(failure.words) // 4)  # a quarter more: learned decays drift
         self.programs.clear()
         return True
 

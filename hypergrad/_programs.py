@@ -1,76 +1,105 @@
-"""Compiled programs, found again by what they compute: a new lambda that traces to an old program does not compile.
+"""Programs: functions as JAX traces them, and what is compiled of them, found again by what they compute.
 
-Invariant: two calls share a program only if their jaxprs are equal, equation by equation, literals and parameters included.
-Arrays that a function closes over are no part of a program: they are its arguments.
+Invariant: two calls share a program only if their keys are equal (hypergrad/_program_keys.py). Arrays that a function closes
+over are no part of a program: they are its arguments, and nothing here keeps them.
 """
 
 import collections
 import functools
+import pathlib
 import threading
-import weakref
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
+
+from hypergrad._program_keys import Key, key_of
 
 
 KEPT = 128  # programs; the least recently used goes first
 
 
-class Traced(NamedTuple):
-    """A function as a program, for arguments like those it was traced with."""
+class Program:
+    """What a function computes of arrays like those that it was traced with; equal to another that computes the same.
 
-    jaxpr: Jaxpr
-    key: "Key"
-    constants: list[Any]  # what the function closes over, on the device
-    out: Any  # `ShapeDtypeStruct`s of what it returns
+    jaxpr: what it computes; of a program that only serves as a key, there is none. out: `ShapeDtypeStruct`s of what the
+    function returns.
+    """
 
-    def __call__(self, constants: list[Any], leaves: list[Any]) -> list[Any]:
-        """What it returns, flat: of its own constants, or of those of a function with the same key."""
+    __slots__ = ("_jaxpr", "key", "out")
+
+    def __init__(self, jaxpr: Jaxpr | None, key: Key, out: Any) -> None:
+        self._jaxpr, self.key, self.out = jaxpr, key, out
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        assert self._jaxpr is not None, "a bare program is a key"
+        return self._jaxpr
+
+    def __call__(self, constants: list[Any], *args: Any) -> Any:
+        """What it returns, of its own constants or of those of an equal program."""
+        return jax.tree.unflatten(jax.tree.structure(self.out), self.flat(constants, jax.tree.leaves(args)))
+
+    def flat(self, constants: list[Any], leaves: list[Any]) -> list[Any]:
+        """The same of leaves and as leaves."""
         return jax.core.eval_jaxpr(self.jaxpr, constants, *leaves)
 
-    def alone(self) -> "Traced":
-        """The program without the arrays of the function that it was traced from, to be kept."""
-        return self._replace(constants=[])
-
-    def whole(self, leaves: list[Any]) -> Any:
-        """The tree of what it returns."""
-        return jax.tree.unflatten(jax.tree.structure(self.out), leaves)
-
-
-class Key:
-    """A nested tuple that hashes once."""
-
-    __slots__ = ("_hash", "parts")
-
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.parts, self._hash = parts, hash(parts)
+    def bare(self) -> "Program":
+        """The key alone: what a program is found by must not keep what it was traced from."""
+        return Program(None, self.key, self.out)
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Key):
+        if not isinstance(other, Program):
             return NotImplemented
-        return self is other or (self._hash == other._hash and self.parts == other.parts)
+        trees: Any = jax.tree.structure(self.out), jax.tree.structure(other.out)
+        return self.key == other.key and trees[0] == trees[1]
 
 
-_TRACED: weakref.WeakKeyDictionary[Any, tuple[Key, list[Any]]] = weakref.WeakKeyDictionary()
+def trace(function: Callable[..., Any], *args: Any) -> tuple[Program, list[Any]]:
+    """A function as a program, and the constants that it closes over: arrays of JAX or NumPy, some perhaps traced."""
+    fresh = lambda *a: function(*a)  # noqa: E731  JAX would find the trace of an old one again
+    closed, out = jax.make_jaxpr(fresh, return_shape=True)(*args)
+    if _holds_constants(closed.jaxpr):
+        leaves = jax.tree.leaves(args)
+        closed = jax.make_jaxpr(lambda *leaves: _without_calls(closed.jaxpr, closed.consts, leaves))(*leaves)
+    return Program(closed.jaxpr, key_of(closed.jaxpr), out), closed.consts
+
+
+def _holds_constants(jaxpr: Jaxpr) -> bool:
+    """Whether a `jax.jit` in the program closes over arrays, which would be part of it."""
+    calls = (e.params["jaxpr"] for e in jaxpr.eqns if e.primitive.name == "jit")
+    return any(called.consts or _holds_constants(called.jaxpr) for called in calls)
+
+
+def _without_calls(jaxpr: Jaxpr, constants: list[Any], leaves: Any) -> list[Any]:
+    """The program's results, computed without such calls: their constants become those of whoever traces this."""
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *leaves), strict=True))
+    read = lambda x: x.val if isinstance(x, Literal) else known[x]  # noqa: E731
+    for e in jaxpr.eqns:
+        inner: Any = e.params.get("jaxpr")
+        if e.primitive.name == "jit" and (inner.consts or _holds_constants(inner.jaxpr)):
+            results = _without_calls(inner.jaxpr, inner.consts, [read(x) for x in e.invars])
+        else:
+            variables = list(dict.fromkeys(x for x in e.invars if not isinstance(x, Literal)))
+            alone = jaxpr.replace(constvars=[], invars=variables, eqns=[e], outvars=e.outvars)
+            results = jax.core.eval_jaxpr(alone, [], *map(read, variables))
+        known.update(zip(e.outvars, results, strict=True))
+    return [read(x) for x in jaxpr.outvars]
+
+
+def owned(x: Any) -> Any:
+    """An array of JAX's: a copy of what somebody may yet change."""
+    return x if isinstance(x, (jax.Array, jax.core.Tracer)) else jnp.array(x, copy=True)
+
+
 _PROGRAMS: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
 _LOCK = threading.Lock()
-
-
-def trace(jitted: Any, *args: Any) -> Traced:
-    """`jitted`: of `jax.jit`, which keeps its traces; args: as it takes them."""
-    traced = jitted.trace(*args)
-    closed = traced.jaxpr
-    if closed not in _TRACED:
-        _TRACED[closed] = key_of(closed.jaxpr), [_on_device(x) for x in closed.consts]
-    return Traced(closed.jaxpr, *_TRACED[closed], traced.out_info)
 
 
 def kept(key: Hashable, make: Callable[[], Any]) -> Any:
@@ -79,10 +108,24 @@ def kept(key: Hashable, make: Callable[[], Any]) -> Any:
     with _LOCK:
         if key not in _PROGRAMS:
             _PROGRAMS[key] = make()
-            while len(_PROGRAMS) > KEPT:
+            while len(_PROGRAMS) > 1 and (len(_PROGRAMS) > KEPT or mapped() > MAPPED):
                 _PROGRAMS.popitem(last=False)
         _PROGRAMS.move_to_end(key)
         return _PROGRAMS[key]
+
+
+# Of the memory maps that Linux allows a process. Every kernel takes three, and LLVM ends the process where there are no
+# more.
+MAPPED = 0.4
+
+
+def mapped() -> float:
+    """The share of its memory maps that this process has; 0 where that is not known."""
+    try:
+        limit = int(pathlib.Path("/proc/sys/vm/max_map_count").read_text())
+        return pathlib.Path("/proc/self/maps").read_bytes().count(b"\n") / limit
+    except (OSError, ValueError):
+        return 0.0
 
 
 def compiled(function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Any:
@@ -90,26 +133,36 @@ def compiled(function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Any:
     return jax.jit(function, donate_argnums=donate, compiler_options=compiler_options())
 
 
-def call(jitted: Any, statics: tuple[Any, ...], *args: Any) -> Any:
-    """jitted(*statics, *args), compiled once for all functions that trace to the same program."""
-    traced = trace(jitted, *statics, *args)
-    run = kept(traced.key, lambda: compiled(traced.alone().__call__))
-    return traced.whole(run(traced.constants, jax.tree.leaves(args)))
+def call(function: Callable[..., Any], statics: tuple[Any, ...], *args: Any) -> Any:
+    """function(*statics, *args), compiled once for equal statics and for arrays alike."""
+    make = lambda: compiled(functools.partial(function, *statics)).lower(*args).compile()  # noqa: E731
+    return kept((function, *map(bare, statics), *alike(args)), make)(*args)
 
 
 def apart(function: Callable[..., Any], *args: Any) -> Any:
     """function(*args) as a program of its own, for arguments of which no array is traced."""
     arrays, rest = eqx.partition(args, eqx.is_array)
-    return call(jax.jit(lambda *a: function(*eqx.combine(a, rest))), (), *arrays)
+    return ahead(lambda *a: function(*eqx.combine(a, rest)), *arrays)(*arrays)
 
 
-def ahead(jitted: Any, *args: Any) -> Callable[..., Any]:
-    """jitted, compiled now for arguments like these: what it returns depends on no setting of the thread that calls it."""
-    traced, leaves = trace(jitted, *args), jax.tree.leaves(args)
-    places = tuple(getattr(x, "sharding", None) for x in leaves)
-    compile_ = lambda: compiled(traced.alone().__call__).lower(traced.constants, leaves).compile()  # noqa: E731
-    run = kept((traced.key, places), compile_)
-    return lambda *args: traced.whole(run(traced.constants, jax.tree.leaves(args)))
+def ahead(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """function, compiled now for arguments like these: what it returns depends on no setting of the thread that calls it."""
+    program, constants = trace(function, *args)
+    leaves, constants = jax.tree.leaves(args), [owned(x) for x in constants]
+    make = lambda: compiled(program.flat).lower(constants, leaves).compile()  # noqa: E731
+    run = kept((program.bare(), *alike((constants, leaves))), make)
+    return lambda *args: jax.tree.unflatten(jax.tree.structure(program.out), run(constants, jax.tree.leaves(args)))
+
+
+def bare(value: Any) -> Any:
+    """Of a value with a method of this name what it gives: an equal one that keeps nothing that programs are traced from."""
+    return value.bare() if hasattr(value, "bare") else value
+
+
+def alike(args: Any) -> tuple[Any, ...]:
+    """What a compiled program asks of its arguments: their tree, types and places."""
+    leaves, tree = jax.tree.flatten(args)
+    return tree, tuple((jax.typeof(x), x.sharding if getattr(x, "committed", False) else None) for x in leaves)
 
 
 # Measured in docs/performance.md: fewer copies of what a loop carries, and all lanes of the processor.
@@ -130,109 +183,3 @@ def compiler_options() -> dict[str, Any] | None:
     except jax.errors.JaxRuntimeError:  # another version of XLA may not know them
         return None
     return dict(_FOR_CPU)
-
-
-def contains(jaxpr: Jaxpr, primitive: str) -> bool:
-    """Whether an equation of the program, or of one inside of it, is of this kind."""
-    return any(e.primitive.name == primitive for e in jaxpr.eqns) or any(
-        contains(inner, primitive) for e in jaxpr.eqns for inner in _inner(tuple(e.params.values()))
-    )
-
-
-def _inner(value: Any) -> Iterator[Jaxpr]:
-    if isinstance(value, (Jaxpr, ClosedJaxpr)):
-        yield value.jaxpr if isinstance(value, ClosedJaxpr) else value
-    elif isinstance(value, (tuple, list)):
-        for x in value:
-            yield from _inner(x)
-
-
-# Of custom derivatives and batching rules only the function itself is left to run; names are for people.
-_NO_PART = {
-    "name",
-    "rule",
-    "jvp",
-    "jvp_jaxpr_fun",
-    "jvp_jaxpr_thunk",
-    "fwd_jaxpr_thunk",
-    "bwd",
-    "num_consts_in_bwd",
-    "debug_info",
-}
-
-
-def key_of(jaxpr: Jaxpr) -> Key:
-    """What the program computes, whatever its variables are called. It keeps alive what it compares by identity."""
-    number: dict[Any, int] = {}
-
-    def atom(x: Any) -> Any:
-        if isinstance(x, Literal):
-            return _of_array(x.val), _of_type(x.aval)
-        return number.setdefault(x, len(number))
-
-    def variables(xs: Any) -> tuple[Any, ...]:
-        return tuple((atom(x), _of_type(x.aval)) for x in xs)
-
-    head = variables(jaxpr.constvars), variables(jaxpr.invars)
-    body = tuple(
-        (
-            e.primitive,
-            tuple(atom(x) for x in e.invars),
-            variables(e.outvars),
-            tuple((k, _of_value(v)) for k, v in sorted(e.params.items()) if k not in _NO_PART),
-            e.ctx,
-        )
-        for e in jaxpr.eqns
-    )
-    return Key((head, body, tuple(atom(x) for x in jaxpr.outvars)))
-
-
-def _of_value(value: Any) -> Any:
-    """Something hashable, equal only for values that make the same program."""
-    if isinstance(value, ClosedJaxpr):
-        return key_of(value.jaxpr), tuple(_of_array(x) for x in value.consts)
-    if isinstance(value, Jaxpr):
-        return key_of(value)
-    if isinstance(value, (tuple, list)):
-        return type(value), tuple(_of_value(x) for x in value)
-    if isinstance(value, dict):
-        return dict, tuple((k, _of_value(v)) for k, v in value.items())
-    if isinstance(value, (np.ndarray, np.generic, float, complex)):
-        return _of_array(value)
-    return (type(value), value) if isinstance(value, Hashable) and _hashes(value) else _Same(value)
-
-
-def _of_array(x: Any) -> Any:
-    """Numbers by their bits: 0.0 is not -0.0, and NaN is NaN. Arrays of JAX by identity."""
-    if isinstance(x, jax.Array) or not eqx.is_array_like(x):
-        return _Same(x)
-    array = np.asarray(x)
-    return type(x), array.dtype, array.shape, array.tobytes()
-
-
-def _of_type(aval: Any) -> Any:
-    return aval, getattr(aval, "weak_type", None)
-
-
-class _Same(NamedTuple):
-    """Equal to itself alone."""
-
-    value: Any
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-
-def _hashes(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _on_device(x: Any) -> Any:
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)

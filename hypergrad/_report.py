@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ class Ledger:
         self.statuses: list[Status] = []
         self.failure: Status | None = None  # the first, of a run that was asked to throw
         self.capacity = 0  # words per parameter, at least, for runs that leave the choice to the library
+        self.isolate = False  # whether such runs compute gradients apart from their derivatives
 
     def record(self, status: Status, throw: bool) -> None:
         self.statuses.append(status.worst())
@@ -43,22 +45,23 @@ class Ledger:
         return self.failure or max(self.statuses, key=lambda s: float(s.bits), default=None)
 
 
-# Compiled code knows its ledger by number, which is in the key of every jit cache: what a user has jitted reports to the
-# ledger of today, and to none without one. JAX calls back from threads of its own, so no context variable would do.
+# Compiled code knows its ledger by number. That, and what the ledger has learnt, is in the key of every jit cache: what a
+# user has jitted reports to the ledger of today, and is traced again when it must be compiled otherwise. JAX calls back
+# from threads of its own, so no context variable would do.
 _LEDGERS: weakref.WeakValueDictionary[int, Ledger] = weakref.WeakValueDictionary()
-_LISTENER = jax.make_user_context(-1)
+_LISTENER = jax.make_user_context((-1, 0, False))  # (number, capacity, isolate) of the ledger
 _ONE_AT_A_TIME = threading.Lock()
 
 
 @contextlib.contextmanager
 def listen(ledger: Ledger) -> Iterator[Ledger]:
     """Runs traced or executed inside report to `ledger`, and do not raise from compiled code."""
-    with _LISTENER(ledger.number):
+    with _LISTENER((ledger.number, ledger.capacity, ledger.isolate)):
         yield ledger
 
 
 def current_ledger() -> Ledger | None:
-    return _LEDGERS.get(_LISTENER.value)
+    return _LEDGERS.get(_LISTENER.value[0])
 
 
 def surface(status: Status, throw: bool) -> Array:
@@ -72,13 +75,14 @@ def surface(status: Status, throw: bool) -> Array:
             ledger.record(status, throw)
         if throw and int((worst := status.worst()).code) != OK:
             raise worst.error()
+        warn(status)
         return jnp.asarray(status.ok)
     if not throw and ledger is None:
         return status.ok
 
     # A pure callback whose result masks every output: it cannot be dropped while any output is used.
     leaves, structure = jax.tree.flatten(jax.lax.stop_gradient(status))
-    report = _Report(structure, _LISTENER.value, throw)
+    report = _Report(structure, _LISTENER.value[0], throw)
     return jax.pure_callback(report, jax.ShapeDtypeStruct((), jnp.bool_), *leaves, vmap_method="expand_dims")
 
 
@@ -96,14 +100,29 @@ class _Report:
             now.record(known, self.throw)
         elif self.throw and int((worst := known.worst()).code) != OK:
             raise worst.error()
+        else:
+            warn(known)
         return np.asarray(known.code == OK)
+
+
+ISOLATED = (
+    "XLA rounds a gradient of this loss otherwise beside its derivative than by itself. The run was reversed with the two "
+    "compiled apart, which is exact, and takes one more gradient a step, a fifth to a third more time. "
+    "adjoint=hg.Reversible(isolate=True) has it so from the start and without this warning."
+)
+
+
+def warn(status: Status) -> None:
+    """Of what went well, and should be known."""
+    if np.any(status.isolated) and np.all(status.ok):
+        warnings.warn(ISOLATED, stacklevel=2)
 
 
 def mask(ok: Array, tree: Any) -> Any:
     """NaN in every float leaf where `ok` is False, and in its derivative. A branch: what comes after is compiled apart."""
     if not isinstance(ok, jax.core.Tracer) and ok.all():
         return tree
-    lost = lambda x: x * jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
+    lost = lambda x: x * jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else x  # noqa: E731
     return jax.lax.cond(ok, lambda tree: tree, lambda tree: jax.tree.map(lost, tree), tree)
 
 
@@ -113,6 +132,8 @@ class Trace(NamedTuple):
     status: Status
     losses: np.ndarray  # [steps]
     norms: dict[str, np.ndarray]  # link -> norm of its cotangent before each step and at the end, float64 [steps + 1]
+    # of the gradient's Jacobian at each step, where it passes as symmetric: float32 [steps, 2]
+    asymmetry: np.ndarray | None = None
 
 
 # In the key of every jit cache: what was compiled without a probe is traced again under one, and the other way round.
@@ -135,11 +156,11 @@ def probing() -> bool:
     return bool(_PROBING.value)
 
 
-def trace(status: Status, losses: Array, norms: dict[str, Array]) -> None:
+def trace(status: Status, losses: Array, norms: dict[str, Array], asymmetry: Array | None) -> None:
     """Leave a `Trace` with the probe, from compiled code too; one for each element of a batch."""
     with jax.enable_x64(True):
-        jax.debug.callback(_keep, status, losses, norms)
+        jax.debug.callback(_keep, status, losses, norms, asymmetry)
 
 
-def _keep(status: Status, losses: Any, norms: Any) -> None:
-    _TRACES.append(Trace(*jax.tree.map(np.asarray, (status, losses, norms))))
+def _keep(*seen: Any) -> None:
+    _TRACES.append(Trace(*jax.tree.map(np.asarray, seen)))

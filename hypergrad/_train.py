@@ -1,8 +1,7 @@
 """`train`: from a loss, parameters, an optimizer and batches to a run, checked at the door."""
 
-import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -13,12 +12,15 @@ from jax import Array
 
 from hypergrad import _door as door
 from hypergrad import _programs as programs
+from hypergrad._program_keys import contains
 from hypergrad._report import mask, surface
+from hypergrad._trace import trace
 from hypergrad.adjoints import Checkpointed, Reversible, Unrolled
 from hypergrad.batches import HostBatches, full_batch
 from hypergrad.errors import Status
 from hypergrad.exact import grid_range
-from hypergrad.loop.problem import Inputs, Labels, Problem, Static
+from hypergrad.loop.functions import Functions
+from hypergrad.loop.problem import Inputs, Labels, Problem
 from hypergrad.loop.step import Rule
 from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link, Optimizer
 from hypergrad.optimizers.expand import (
@@ -72,8 +74,8 @@ def train(
     are the same bit for bit. throw: raise a `HypergradError` when the run goes wrong (under jit and vmap: from the compiled
     code); otherwise look at `Trained.status`.
 
-    Called outside of jax.jit, it traces once per loss function and compiles once per program: a new lambda with the same
-    operations and shapes finds the old one.
+    Called outside of jax.jit, it traces the loss each time and compiles once per program: a new lambda with the same
+    operations and shapes finds the old one, and a loss that reads something else by now is another.
     Composes with jax.grad (params, optimizer, theta, state, statistics in; params, losses, state, statistics out), jax.jit
     and jax.vmap.
     """
@@ -108,24 +110,13 @@ def set_up(
     params = door.check_params(params)
     means = None if statistics is None else door.check_statistics(statistics)
     steps = door.check_steps(steps, batches)
-    theta = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (float, np.ndarray)) else x, theta)
+    theta = jax.tree.map(lambda x: programs.owned(x) if isinstance(x, (float, np.ndarray)) else x, theta)
     source = batches if isinstance(batches, HostBatches) else None
     if source is not None:
         batches = full_batch(source.first)  # its place, where the driver puts the others
-    assemble, theta_leaves, frozen = _take_apart(params, theta, batches)
     leaves, tree = jax.tree.flatten(params)
-
-    def evaluate(w: list[Array], theta: list[Array], frozen: list[Any], t: Array) -> Any:
-        with door.calling_batches(batches):
-            batch = assemble.batch(frozen, t)
-        arguments = assemble.arguments(w, theta, frozen, batch)
-        with door.calling("loss(params, theta, batch)", *arguments):
-            return loss(*arguments)
-
-    t = jax.ShapeDtypeStruct((), jnp.int32)
-    door.check_pure(batches, assemble.batch, frozen, t)
-    program, returned = jax.make_jaxpr(evaluate, return_shape=True)(leaves, theta_leaves, frozen, t)
-    door.check_loss_value(returned if means is None else door.check_evidence(returned, means.values))
+    traced = trace(loss, params, theta, batches)
+    door.check_loss_value(traced.returned if means is None else door.check_evidence(traced.returned, means.values))
     values = door.check_state(optimizer.chain, params, state)
     layout = layout_of(optimizer, params)
     values = {name: layout.join(x) for name, x in values.items()}
@@ -141,13 +132,12 @@ def set_up(
         values = {**values, STATISTICS: [x.astype(dtype) for x, dtype in zip(s, followers[0].dtypes, strict=True)]}
         h, words = h + rates, (*words, _words_known(MEANS, means.decay, means.values, steps))
     x64 = jnp.result_type(float) == jnp.float64
-    labels = _labels(rule, followers, optimizer, params, theta, batches, means)
+    labels = _labels(rule, followers, optimizer, params, traced.names, means)
     problem = Problem(
-        loss,
-        assemble,
+        traced.functions,
         rule,
         steps,
-        _driver(adjoint, program.jaxpr, source),
+        _driver(adjoint, traced.functions, source),
         x64,
         labels,
         words,
@@ -156,9 +146,10 @@ def set_up(
         source=source,
         progress=adjoint.progress,
         shelved=adjoint.buffer == "host",
+        retries=adjoint.isolate is None,
     )
     trees = tree, None if means is None else jax.tree.structure(means.values)
-    return problem, Inputs(values, h, theta_leaves, frozen), trees
+    return problem, Inputs(values, h, traced.theta, traced.frozen), trees
 
 
 def _rule(
@@ -184,7 +175,7 @@ def _rule(
     )
 
 
-def _driver(adjoint: Any, evaluation: Any, source: Any) -> str:
+def _driver(adjoint: Any, functions: Functions, source: Any) -> str:
     """What repeats the step: as asked for; or the host where it must, and where it may if a scan would be slower there.
 
     XLA:CPU runs convolutions on all cores, but inside a scan on one.
@@ -199,52 +190,7 @@ def _driver(adjoint: Any, evaluation: Any, source: Any) -> str:
     if source is not None:
         return "host"
     cores = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
-    return "either" if cores > 1 and programs.contains(evaluation, "conv_general_dilated") else "scan"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tree:
-    """A pytree taken apart: where its differentiable leaves, its other arrays and its static leaves go."""
-
-    structure: Any
-    leaves: tuple[str | Static, ...]  # "float", "array", or the value itself
-
-    @classmethod
-    def split(cls, tree: Any, floats: bool) -> tuple["_Tree", list[Array], list[Any]]:
-        """(what to rebuild it with, differentiable leaves if `floats`, other arrays)."""
-        leaves, structure = jax.tree.flatten(tree)
-        kinds: list[str | Static] = []
-        for x in leaves:
-            kind = "float" if floats and eqx.is_inexact_array(x) else "array"
-            kinds.append(kind if eqx.is_array(x) else Static(x))
-        parts = {kind: [x for x, k in zip(leaves, kinds, strict=True) if k == kind] for kind in ("float", "array")}
-        return cls(structure, tuple(kinds)), parts["float"], parts["array"]
-
-    def join(self, floats: Iterator[Any], arrays: Iterator[Any]) -> Any:
-        sources = {"float": floats, "array": arrays}
-        leaves = [k.value if isinstance(k, Static) else next(sources[k]) for k in self.leaves]
-        return jax.tree.unflatten(self.structure, leaves)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Assemble:
-    """From parameter leaves, theta's float leaves, frozen arrays and t to the three arguments of the loss."""
-
-    params: Any
-    theta: _Tree
-    batches: _Tree
-
-    def batch(self, frozen: list[Any], t: Array) -> Any:
-        return self.batches.join(iter(()), iter(frozen[self.theta.leaves.count("array") :]))(t)
-
-    def arguments(self, w: list[Array], theta: list[Array], frozen: list[Any], batch: Any) -> tuple[Any, Any, Any]:
-        return jax.tree.unflatten(self.params, w), self.theta.join(iter(theta), iter(frozen)), batch
-
-
-def _take_apart(params: Any, theta: Any, batches: Any) -> tuple[_Assemble, list[Array], list[Any]]:
-    theta_tree, floats, others = _Tree.split(theta, floats=True)
-    batches_tree, _, arrays = _Tree.split(batches, floats=False)
-    return _Assemble(jax.tree.structure(params), theta_tree, batches_tree), floats, others + arrays
+    return "either" if cores > 1 and contains(functions.loss.jaxpr, "conv_general_dilated") else "scan"
 
 
 def _labels(
@@ -252,8 +198,7 @@ def _labels(
     followers: tuple[Rule, ...],
     optimizer: Optimizer,
     params: Any,
-    theta: Any,
-    batches: Any,
+    frozen: tuple[str, ...],
     means: Statistics | None,
 ) -> Labels:
     paths = [path for path, _ in _paths("", params)]
@@ -269,9 +214,7 @@ def _labels(
         places, decays = places + means_places, decays + [f"statistics.decay for {place}" for place in means_places]
         limits += [grid_range(bits) for bits in followers[0].fraction_bits[0]]
         highest += [decay_interval(MEANS)[1]] * len(means_places)
-    frozen = [p for p, x in _paths("theta", theta) if eqx.is_array(x) and not eqx.is_inexact_array(x)]
-    frozen += [p for p, x in _paths("batches", batches) if eqx.is_array(x)]
-    return Labels((*places, *decays), (*limits, *highest), tuple(frozen))
+    return Labels((*places, *decays), (*limits, *highest), frozen)
 
 
 def _paths(name: str, tree: Any) -> list[tuple[str, Any]]:

@@ -62,6 +62,7 @@ class Status(eqx.Module):
     ideal_bits: Array
     names: tuple[str, ...] = eqx.field(static=True)
     limits: tuple[float, ...] = eqx.field(static=True)
+    isolated: Array | bool = False  # whether the way back had to compute gradients apart, though nobody asked for it
 
     @property
     def ok(self) -> Array:

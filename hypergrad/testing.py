@@ -137,10 +137,13 @@ def _returned(name: str, arguments: tuple[Any, ...]) -> Certificate:
     except HypergradError as e:
         raise AssertionError(f"{name} cannot train a small problem with these hyperparameters: {e}") from e
     if not proof.exact:
-        place = proof.first_mismatch.place if proof.first_mismatch else "?"
+        first = proof.first_mismatch
+        place, where = (
+            ("?", "") if first is None else (first.place, " where derivatives are taken" * (first.cause == "derivative"))
+        )
         raise AssertionError(
-            f"{name}: training does not come back to its first bits; {place} differs first. Is an increment random, or does "
-            "it end in a product plus a sum?"
+            f"{name}: training does not come back to its first bits{where}; {place} differs first. Is an increment random, "
+            "or does it end in a product plus a sum?"
         )
     return proof
 

@@ -17,7 +17,7 @@ from tiny import BATCHES, PARAMS, SGD, fails, final, loss, train
 import hypergrad as hg
 from hypergrad import _programs as programs
 from hypergrad._train import set_up
-from hypergrad.adjoints import reversible
+from hypergrad.adjoints import passes
 from hypergrad.loop import shelf
 
 
@@ -98,10 +98,10 @@ def test_what_the_user_holds_survives_the_loop():
 def driver_of(net, adjoint, cores, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     problem, inputs, _ = set_up(net.loss, net.params(), SGD, net.batches(3), net.theta(), 3, None, adjoint, True)
-    eager = reversible.settled_driver(problem, inputs).driver
+    eager = passes.settled_driver(problem, inputs).driver
     traced = []
-    jax.eval_shape(lambda inputs: traced.append(reversible.settled_driver(problem, inputs).driver), inputs)
-    jax.eval_shape(lambda: traced.append(reversible.settled_driver(problem, inputs).driver))
+    jax.eval_shape(lambda inputs: traced.append(passes.settled_driver(problem, inputs).driver), inputs)
+    jax.eval_shape(lambda: traced.append(passes.settled_driver(problem, inputs).driver))
     return {eager}, set(traced)
 
 
@@ -169,8 +169,8 @@ def ends(adjoint, optimizer, steps):
     """The state that the reverse pass starts from: (run, end)."""
     problem, inputs, _ = set_up(loss, PARAMS, optimizer, BATCHES, None, steps, None, adjoint, True)
     with jax.enable_x64(True):
-        words = reversible._capacities(problem, inputs.h, None)
-    return reversible._forward(problem, words, inputs)
+        words = passes.capacities(problem, inputs.h, None)
+    return passes.run_forward(problem, words, inputs)
 
 
 # Words leave at every step at 2^-16, and the decays of Adam differ.

@@ -16,14 +16,14 @@ PACKAGE = pathlib.Path(hg.__file__).parent
 EXPERIMENTS = PACKAGE.parent / "experiments"
 
 # Importable by all of the rooms; themselves they import only each other and `exact`.
-GROUND = {"_programs", "errors", "hypers", "schedules", "batches", "_report"}
+GROUND = {"_program_keys", "_programs", "errors", "hypers", "schedules", "batches", "_report"}
 # Left to right: a room imports from its own and from rooms to its left.
 ROOMS = [
     {"exact"},
     {"optimizers"},
     {"loop"},
     {"adjoints"},
-    {"_closures", "_door", "_train", "_check", "_inverse"},
+    {"_closures", "_door", "_trace", "_train", "_check", "_inverse"},
     {"_evaluate", "_descent", "_history", "_checkpoint", "_meta_loop", "_optimize"},
     {"_diagnose", "_agreement", "_differences"},
     {"callbacks", "plots", "testing"},

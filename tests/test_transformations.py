@@ -160,7 +160,7 @@ def test_narrow_parameters_keep_their_type() -> None:
 def test_no_64_bit_integer_leaves_the_library() -> None:
     run = lambda: hg.train(loss, jnp.asarray(START), hg.SGD(0.3), hg.full_batch(DATA), theta=0.1, steps=STEPS)  # noqa: E731
     for trained in (run(), jax.jit(run)()):
-        assert all(x.dtype.itemsize == 4 for x in jax.tree.leaves(trained))
+        assert all(x.dtype.itemsize <= 4 for x in jax.tree.leaves(trained))
 
 
 class Layer(NamedTuple):

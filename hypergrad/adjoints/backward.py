@@ -6,11 +6,12 @@ and the derivative of everything after step t with respect to them, up to the de
 For SGD the lines of `body` are, with u = -(1-m) dv the cotangent of the gradient:
 
     da  = dw . v'                       w = w' - a v'                  (the link `params`)
-    g, H u, (d_theta g)^T u             from one jvp of the gradient at w along u
+    g, J^T u, (d_theta g)^T u           from one jvp or vjp of the gradient at w (second_order.py)
     v   = (v' + (1-m) g) / m            dm = dv . (v + g)              (the link `velocity`)
-    dw += H u;  dtheta += (d_theta g)^T u;  dv = m dv
+    dw += J^T u;  dtheta += (d_theta g)^T u;  dv = m dv
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,9 +20,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.adjoints.link import Cotangents, decayed, decays, plus, pull, reads, spread, undo_link
+from hypergrad.adjoints.second_order import chosen, first_order, products, pulled_evidence
+from hypergrad.exact import all_of
 from hypergrad.loop.drivers import Pause
+from hypergrad.loop.forward import Seen
+from hypergrad.loop.prints import print_of, state_prints
 from hypergrad.loop.problem import Inputs, Problem, join_steps, split
-from hypergrad.loop.step import Exact, Hypers, Rule, Values, evidence, isolated, parameters, settled, transformed, unfollow
+from hypergrad.loop.step import Exact, Hypers, Rule, Values, evidence, parameters, transformed, unfollow
 from hypergrad.optimizers.chain import PARAMS, STATISTICS
 
 
@@ -30,29 +35,30 @@ class Reversed(NamedTuple):
 
     start: Exact
     ct: Cotangents
-    losses: Array  # [steps], computed again: whoever drops them changes what XLA fuses with the gradient, and its bits
-    norms: dict[str, Array] | None  # of a probed problem: |cotangent| of each link, float64 [steps + 1]
+    seen: Seen  # computed again: whoever drops the losses changes what XLA fuses with the gradient, and its bits
+    watched: dict[str, Any]  # what `Problem.watch` asks for, each with a leading axis of steps
+    doubted: Array | None = None  # `doubt`, and whether it arose
 
 
 def gradient_cotangent(rule: Rule, z: Values, dz: Values, h: Hypers) -> list[Array]:
     """u, the cotangent of the gradient, of a linear rule: no value of z or g enters it, so any will do."""
-    dtypes = rule.dtypes if rule.transforms else rule.param_dtypes
-    anything = u = [jnp.zeros(x.shape, dtype) for x, dtype in zip(z[PARAMS], dtypes, strict=True)]
+    anything = u = [jnp.zeros(x.shape, dtype) for x, dtype in zip(z[PARAMS], rule.dtypes, strict=True)]
     for link in reversed(rule.chain[:-1]):
         back = pull(rule, link, rule.readable(z, link), dz, h, anything)
         u, dz = plus(u, back.g), spread(dz, back.z)
     return u
 
 
-def at_rest(rule: Rule, g: list[Array], u: list[Array]) -> list[Array]:
-    """u, the cotangent of the gradient; where that is exactly zero, within 3/8 of the exponents of the accumulators' dtype.
+def at_rest(rule: Rule, g: list[Array], u: list[Array], unit: Array) -> list[Array]:
+    """u, the cotangent of the gradient; where that is exactly zero, within 3/8 of the exponents of the accumulators' dtype
+    above `unit`, the largest cotangent that comes in.
 
     A weight that has no gradient stays where it is, but has a derivative, which Adam multiplies by rate / eps times the
     curvature at each step. Were it to overflow, its products with what is zero there would be NaN in all that they enter.
     """
     result = []
     for gj, uj, dtype in zip(g, u, rule.dtypes, strict=True):
-        most = min(float(jnp.finfo(dtype).max) ** (3 / 8), float(jnp.finfo(uj.dtype).max))
+        most = float(jnp.finfo(dtype).max) ** (3 / 8) * unit.astype(dtype)
         result.append(jnp.where(gj == 0, jnp.clip(uj, -most, most), uj))
     return result
 
@@ -92,14 +98,19 @@ def reverse(
     turns: Any,
     ct: Cotangents,
     dlosses: Array | None,
+    wanted: tuple[bool, ...],
     pause: Pause | None = None,
+    doubt: Array | None = None,
 ) -> Reversed:
-    """From the last state to the first, and the cotangents of all inputs. Call it inside `jax.enable_x64(True)`."""
+    """From the last state to the first, and the cotangents of all inputs. Call it inside `jax.enable_x64(True)`.
+
+    wanted: which leaves of theta are differentiated. doubt, bool []: whether to compute each gradient apart from its
+    derivative all the same; False: from the first on that comes out otherwise there. None: as the rule says.
+    """
     rule = problem.rule
     *others, params = rule.chain
     constant, stepped = problem.beside(split, inputs.h)
-    first_order = _first_order(problem, with_theta=ct.theta is not None)
-    gradient = problem.maybe_jit(problem.gradient)
+    gradients, gradient = first_order(problem, wanted), problem.maybe_jit(problem.gradient)
     ones = _ones(constant, stepped)
     # Cotangents decay one step later, so that they are stored as the cotangent of the gradient reads them: XLA:CPU would
     # compute them once more for it. But not where a link before reads the old value: what it passes back does not decay.
@@ -107,11 +118,11 @@ def reverse(
     later = [link for link in others if link.name not in old]
 
     def body(consts: Any, carry: Any, x: Any) -> tuple[Any, Any]:
-        state, (dz, owed, ds, dconstant, dtheta) = carry
-        (constant, theta, frozen), (t, stepped, turns, dloss) = consts, x
+        state, (dz, owed, ds, dconstant, dtheta), doubt = carry
+        (constant, theta, unit, frozen), (t, stepped, turns, dloss) = consts, x
         h, rates = problem.parts(join_steps(constant, stepped))
         ct = Cotangents(decayed(dz, owed), jax.tree.map(jnp.zeros_like, h), dtheta)
-        means = Cotangents(ds, jax.tree.map(jnp.zeros_like, rates), None)
+        means = Cotangents(ds, jax.tree.map(jnp.zeros_like, rates), [])
 
         def undo_others(state: Exact, ct: Cotangents, g: list[Array]) -> tuple[Exact, Cotangents, list[Array]]:
             u = [jnp.zeros_like(x) for x in g]
@@ -120,55 +131,90 @@ def reverse(
                 u = plus(u, dg)
                 if link not in later:
                     ct = ct._replace(z=decayed(ct.z, decays(rule, [link], h)))
-            return state, ct, at_rest(rule, g, u)
+            return state, ct, at_rest(rule, g, u, unit)
 
         state, ct, _ = undo_link(rule, params, t, state, ct, h, turns, None)
         ct = ct._replace(z=decayed(ct.z, decays(rule, [params], h)))
         w, wide_w = parameters(rule, t, state.z), rule.floats(state.z, params)
-        batch = problem.batch(frozen, t)
-        at_w = lambda w: first_order(w, theta, frozen, batch)  # noqa: E731
+        batch = problem.batch(frozen, t, apart=rule.isolate or doubt is not None)
+        second_order = functools.partial(products, problem, t, gradients, w, chosen(wanted, theta), (theta, frozen, batch))
+        apart = lambda: problem.gradient_apart(gradient, t, w, theta, frozen, batch)  # noqa: E731
         if rule.linear:
             u = gradient_cotangent(rule, state.z, ct.z, h)
             if rule.transforms:
                 u = pull_transforms(rule, h, wide_w, rule.decoded(state.z, params), u)[2]
-            (g, g_theta), (hu, cross), (value, seen) = _along(problem, t, at_w, w, u)
+            found, second = second_order(u)
+            value, g, seen = found.value, found.w, found.seen
         if rule.isolate:
-            value, g, seen = problem.apart(t, gradient, w, theta, frozen, batch)
-            g = problem.joined(t, g)
+            value, g, seen = apart()
+        elif doubt is not None:
+            (value, g, seen), doubt = _either(doubt, t == problem.steps - 1, apart, (value, g, seen))
         state, means = undo_statistics(problem, t, state, means, rates, turns, seen)
         state, ct, u = undo_others(state, ct, evidence(rule, t, h, wide_w, g))
         if rule.transforms:
             dh, dw, u = pull_transforms(rule, h, wide_w, g, u)
             ct = Cotangents({**ct.z, PARAMS: plus(ct.z[PARAMS], dw)}, plus(ct.h, dh), ct.theta)
         if not rule.linear:
-            (g, g_theta), (hu, cross), _ = _along(problem, t, at_w, w, u)
+            found, second = second_order(u)
 
-        dw, dtheta = plus(ct.z[PARAMS], hu), plus(dtheta, cross)
+        dw, dtheta = plus(ct.z[PARAMS], second.w), plus(dtheta, second.theta)
         if ds:
             push = evidence_cotangent(problem, state.z, ds, rates)
-            seen_w, seen_theta = _pull_evidence(problem, t, push, w, theta, frozen, batch)
-            dw, dtheta = plus(dw, seen_w), dtheta if dtheta is None else plus(dtheta, seen_theta)
+            through = pulled_evidence(problem, t, wanted, push, w, theta, frozen, batch)
+            dw, dtheta = plus(dw, through.w), plus(dtheta, through.theta)
         if dloss is not None:
             dw = jax.tree.map(lambda a, b: a + dloss * b, dw, g)
-            dtheta = jax.tree.map(lambda a, b: a + dloss * b, dtheta, g_theta)
+            dtheta = jax.tree.map(lambda a, b: a + dloss * b.astype(a.dtype), dtheta, found.theta)
         dstepped = [{k: dh[k] for k in hj} for dh, hj in zip(ct.h + means.h, stepped, strict=True)]
         dconstant = [{k: dh[k] + old[k] for k in old} for dh, old in zip(ct.h + means.h, dconstant, strict=True)]
         dz, owed = {**ct.z, PARAMS: dw}, decays(rule, later, h)
-        norms = _norms(decayed(dz, owed)) if problem.probed else None
-        return (state, (dz, owed, means.z, dconstant, dtheta)), (dstepped, value, norms)
+        again = Seen(value, None if problem.functions.sure else print_of(batch))
+        watched = _watched(problem, state, decayed(dz, owed), second.asymmetry)
+        return (state, (dz, owed, means.z, dconstant, dtheta), doubt), (dstepped, again, watched)
 
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns, dlosses)
     dz = {name: leaves for name, leaves in ct.z.items() if name != STATISTICS}
     ds = {name: leaves for name, leaves in ct.z.items() if name == STATISTICS}
     last_norms = _norms(dz)
     owed = decays(rule, later, ones)
-    carry = (end, (dz, owed, ds, jax.tree.map(jnp.zeros_like, constant), ct.theta))
-    consts = (constant, inputs.theta, inputs.frozen)
-    (start, (dz, owed, ds, dconstant, dtheta)), (dstepped, losses, norms) = problem.run(body, consts, carry, xs, True, pause)
+    carry = (end, (dz, owed, ds, jax.tree.map(jnp.zeros_like, constant), ct.theta), doubt)
+    consts = (constant, inputs.theta, _largest((ct.z, dlosses)), inputs.frozen)
+    (start, rest, doubted), (dstepped, seen, watched) = problem.run(body, consts, carry, xs, True, pause)
+    dz, owed, ds, dconstant, dtheta = rest
     dh = problem.beside(_joined, dconstant, dstepped, inputs.h)
-    if problem.probed:
-        norms = jax.tree.map(lambda before, last: jnp.append(before, last), norms, last_norms)
-    return Reversed(start, Cotangents({**decayed(dz, owed), **ds}, dh, dtheta), losses, norms)
+    if problem.watch == "norms":
+        watched["norms"] = jax.tree.map(lambda before, last: jnp.append(before, last), watched["norms"], last_norms)
+    return Reversed(start, Cotangents({**decayed(dz, owed), **ds}, dh, dtheta), seen, watched, doubted)
+
+
+def _watched(problem: Problem, state: Exact, dz: Values, asymmetry: Array | None) -> dict[str, Any]:
+    """Of one step: |cotangent| of each link, float64 [], or prints of the state before it; and whether J is symmetric."""
+    if not problem.watch:
+        return {}
+    what = {"norms": _norms(dz)} if problem.watch == "norms" else {"states": state_prints(problem, state)}
+    return {**what, "asymmetry": asymmetry}
+
+
+def _either(doubt: Array, first: Array, apart: Callable[[], Any], beside: Any) -> tuple[Any, Array]:
+    """(the gradient that came beside its derivative, or the one `apart` if there is doubt; whether there is from now on).
+
+    At the first step there is, so that most of what XLA rounds otherwise is found out at once.
+    """
+
+    def checked(beside: Any) -> tuple[Any, Array]:
+        alone = apart()
+        same = [all_of(x == y) for x, y in zip(jax.tree.leaves(alone[1:]), jax.tree.leaves(beside[1:]), strict=True)]
+        return alone, ~functools.reduce(jnp.logical_and, same)
+
+    chosen, differs = jax.lax.cond(doubt | first, checked, lambda beside: (beside, jnp.bool_(False)), beside)
+    return chosen, doubt | differs
+
+
+def _largest(cotangents: Any) -> Array:
+    """float32 or float64 []."""
+    leaves = jax.tree.leaves(cotangents)
+    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in leaves), jnp.dtype(jnp.float32))
+    return jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(dtype) for x in leaves]).max()
 
 
 def _joined(problem: Problem, dconstant: Hypers, dstepped: Hypers, h: Hypers) -> Hypers:
@@ -180,39 +226,6 @@ def _joined(problem: Problem, dconstant: Hypers, dstepped: Hypers, h: Hypers) ->
 def _ones(constant: Hypers, stepped: Hypers) -> Hypers:
     """Like the hyperparameters of one step."""
     return join_steps(*jax.tree.map(jnp.ones_like, (constant, jax.tree.map(lambda x: x[0], stepped))))
-
-
-def _first_order(problem: Problem, with_theta: bool) -> Callable[..., tuple[Any, Any]]:
-    """(w, theta, frozen, batch) -> ((gradient of the loss in w, in theta or None), (loss, evidence))."""
-
-    def gradients(w: list[Array], theta: list[Array], *rest: Any) -> tuple[Any, Any]:
-        differentiated = jax.value_and_grad(problem.value, argnums=(0, 1) if with_theta else 0, has_aux=True)
-        found, g = differentiated(w, theta, *rest)
-        return (g if with_theta else (g, None)), found
-
-    return problem.maybe_jit(gradients)
-
-
-def _along(problem: Problem, t: Array, first_order: Callable[..., Any], w: list[Array], u: list[Array]) -> Any:
-    """Forward over reverse: ((g, g_theta), (H u, (d_theta g)^T u), (loss, evidence)) from one jvp, without residuals of
-    residuals."""
-    with jax.enable_x64(problem.x64):
-        direction = settled(problem.rule.layout.split(u))
-        (g, g_theta), (hu, cross), found = settled(jax.jvp(first_order, (w,), (direction,), has_aux=True))
-    return (problem.joined(t, g), g_theta), (problem.joined(t, hu), cross), found
-
-
-def _pull_evidence(problem: Problem, t: Array, push: list[Array], *inputs: Any) -> tuple[list[Array], list[Array]]:
-    """The cotangents of w and theta from that of the evidence. Behind a branch: in the open, XLA would round the gradient
-    beside it otherwise than on the way out."""
-
-    def pulled(push: list[Array], w: list[Array], theta: list[Array], *rest: Any) -> tuple[list[Array], list[Array]]:
-        _, vjp = jax.vjp(lambda w, theta: problem.value(w, theta, *rest)[1], w, theta)
-        with jax.enable_x64(problem.x64):
-            return vjp(push)
-
-    dw, dtheta = isolated(t, pulled, push, *inputs)
-    return problem.joined(t, dw), dtheta
 
 
 def _norms(dz: Values) -> dict[str, Array]:

@@ -17,11 +17,11 @@ from hypergrad.optimizers.chain import PARAMS, Link
 
 
 class Cotangents(NamedTuple):
-    """Of the links' values, of the hyperparameters, and of theta (None: nobody differentiates it)."""
+    """Of the links' values, of the hyperparameters, and of theta."""
 
     z: Values  # without the statistics, if nobody differentiates what they come to
     h: Hypers
-    theta: list[Array] | None
+    theta: list[Array]  # of the leaves that somebody differentiates
 
 
 class Pullback(NamedTuple):
@@ -45,11 +45,14 @@ def pull(rule: Rule, link: Link, read: list[dict[str, Array]], dz: Values, h: Hy
 
 
 def reads(rule: Rule, link: Link, z: Values, h: Hypers) -> set[str]:
-    """The links whose values enter the increments of this one."""
-    values, g = rule.readable(z, link)[0], jnp.zeros(z[PARAMS][0].shape, rule.dtypes[0])
-    program = jax.make_jaxpr(lambda values: increment(link, h[0], values, g))(values).jaxpr
-    used = {id(x) for x in (*program.outvars, *(x for e in program.eqns for x in e.invars))}
-    return {name for name, x in zip(sorted(values), program.invars, strict=True) if id(x) in used}
+    """The links whose values enter an increment of this one, of whichever leaf: a rule may tell them apart by shape."""
+    found = set()
+    for j, values in enumerate(rule.readable(z, link)):
+        g = jnp.zeros(z[PARAMS][j].shape, rule.dtypes[j])
+        program = jax.make_jaxpr(lambda values: increment(link, h[j], values, g))(values).jaxpr  # noqa: B023 (at once)
+        used = {id(x) for x in (*program.outvars, *(x for e in program.eqns for x in e.invars))}
+        found |= {name for name, x in zip(sorted(values), program.invars, strict=True) if id(x) in used}
+    return found
 
 
 def undo_link(

@@ -14,6 +14,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from hypergrad import _programs as programs
+from hypergrad.adjoints.second_order import accumulator
 from hypergrad.exact import decode, substitute
 from hypergrad.loop.drivers import in_kernels
 from hypergrad.loop.problem import Inputs, Problem, begun, join_steps, schedules, split_steps, turns_of
@@ -64,8 +66,13 @@ class Checkpointed:
         return _run(problem, checkpoints, inputs)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))  # outside of `jit`, a derivative would be one small program per operation
 def _run(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
+    """`_training`, compiled whole: outside of `jit`, a derivative would be one small program per operation."""
+    make = lambda: jax.jit(functools.partial(_training, problem, checkpoints))  # noqa: E731
+    return programs.kept((_training, problem.bare(), checkpoints), make)(inputs)
+
+
+def _training(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
     rule = problem.rule
     scan = functools.partial(_checkpointed_scan, checkpoints=checkpoints) if checkpoints else jax.lax.scan
     with jax.enable_x64(True):
@@ -73,6 +80,7 @@ def _run(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
         capacity: dict[str, int | None] = {link.name: None for _, link, _ in problem.links(inputs.h)}
         state = begun(problem, jax.lax.stop_gradient(inputs.values), capacity)
         constant, stepped = split_steps(inputs.h, problem.steps)
+        wide_theta = [x.astype(accumulator(x)) for x in inputs.theta]  # in which a scan sums its cotangents
 
         def body(carry: tuple[Exact, Values], x: Any) -> tuple[tuple[Exact, Values], Any]:
             state, shadow = carry
@@ -83,13 +91,12 @@ def _run(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
             decoded = rule.decoded(state.z, rule.chain[-1])
             w = [substitute(s.astype(d.dtype), d) for s, d in zip(shadow[PARAMS], decoded, strict=True)]
             batch = problem.batch(inputs.frozen, t)
-            value, g, seen = _same_bits(
-                t, rule.isolate, problem.gradient, rule.layout.split(w), inputs.theta, inputs.frozen, batch
-            )
+            theta = [x.astype(like.dtype) for x, like in zip(wide_theta, inputs.theta, strict=True)]
+            value, g, seen = _same_bits(t, problem.gradient, rule.layout.split(w), theta, inputs.frozen, batch)
             g = problem.joined(t, g)
             if rule.transforms:
                 wide_w = [substitute(*a) for a in zip(shadow[PARAMS], rule.floats(state.z, rule.chain[-1]), strict=True)]
-                g = _same_bits(t, True, functools.partial(transformed, rule), h, wide_w, g)
+                g = _same_bits(t, functools.partial(transformed, rule), h, wide_w, g)
             for owner, link, part in problem.links(all_h):
                 told = g if owner is rule else seen
                 others = [{k.name: shadow[k.name][j] for k in owner.chain if k is not link} for j in owner.leaves]
@@ -121,10 +128,9 @@ def _run(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
         return Outcome(values, losses, jax.lax.stop_gradient(status))
 
 
-def _same_bits(t: jax.Array, isolate: bool, function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), with the bits of the forward pass of `Reversible`, where it may be isolated."""
-    real = function(*args)
-    return jax.tree.map(substitute, real, isolated(t, function, *_stopped(args))) if isolate else real
+def _same_bits(t: jax.Array, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), with the bits of the forward pass of `Reversible`, where it is isolated."""
+    return jax.tree.map(substitute, function(*args), isolated(t, function, *_stopped(args)))
 
 
 def _stopped(args: Any) -> Any:

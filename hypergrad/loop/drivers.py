@@ -21,18 +21,6 @@ Body = Callable[[Any, Any, Any], tuple[Any, Any]]  # (consts, carry, x) -> (carr
 Progress = Callable[[str, int, int], Any]  # (direction, steps done, steps)
 
 
-@dataclasses.dataclass(unsafe_hash=True)
-class Named:
-    """A body that is the same as another of the same name, so that it need not be traced again."""
-
-    body: Body | None = dataclasses.field(compare=False)  # None once it is traced: JAX keeps what it has a trace of
-    name: Hashable
-
-    def __call__(self, consts: Any, carry: Any, x: Any) -> tuple[Any, Any]:
-        assert self.body is not None
-        return self.body(consts, carry, x)
-
-
 class Pause(NamedTuple):
     """What Python does before some steps."""
 
@@ -70,7 +58,8 @@ def in_kernels(t: Array, held: Any) -> Array:
 
 
 def host(
-    body: Named,
+    body: Body,
+    name: Hashable,
     consts: Any,
     carry: Any,
     xs: Any,
@@ -79,27 +68,30 @@ def host(
 ) -> tuple[Any, Any]:
     """A Python loop over one jitted step: XLA runs convolutions on all cores there, in a scan on one.
 
-    The step takes slice t of `xs` and writes row t of `ys`; t counts on the device, and all that changes is donated.
+    The step takes slice t of `xs` and writes row t of `ys`; t counts on the device, and all that changes is donated. name:
+    equal for bodies that do the same, which share what is compiled.
     """
     steps = jax.tree.leaves(xs)[0].shape[0]
     inputs, (leaves, tree) = jax.tree.leaves(xs), jax.tree.flatten(carry)
-    like = jax.tree.map(_struct, carry), jax.tree.map(lambda x: _struct(x, x.shape[1:]), xs)
-    traced = programs.trace(_body, body, consts, *like)
-    body.body = None
-    rows = tuple((y.shape, y.dtype) for y in jax.tree.leaves(traced.out)[len(leaves) :])
-    moving = _begin(steps - 1 if reverse else 0, steps, rows, leaves)
     fixed, fed = jax.tree.leaves(consts), []
     del fixed[len(fixed) - between.fed :]
-    make = lambda: programs.compiled(functools.partial(_step, traced.alone(), reverse), donate=(2,))  # noqa: E731
-    step = programs.kept((traced.key, len(leaves), reverse), make)
+
+    def make() -> tuple[Any, Any]:
+        like = jax.tree.map(_struct, carry), jax.tree.map(lambda x: _struct(x, x.shape[1:]), xs)
+        program, constants = programs.trace(body, consts, *like)
+        return programs.compiled(functools.partial(_step, program, constants, reverse), donate=(2,)), program.out[1]
+
+    step, out = programs.kept((name, reverse, between.fed, *programs.alike((consts, carry, xs))), make)
+    rows = tuple((y.shape, y.dtype) for y in jax.tree.leaves(out))
+    moving = _begin(steps - 1 if reverse else 0, steps, rows, leaves)
     for t in _watched(between, steps, reverse, lambda: moving[0]):  # noqa: B023 (whatever it is by then)
         if t in between.pause.steps:
             carry = between.pause.action(t, jax.tree.unflatten(tree, moving[1]))
             moving = moving[0], jax.tree.leaves(carry), moving[2]
         if between.feed is not None:
             fed = between.feed(t)
-        moving = step((traced.constants, inputs, fixed), fed, moving)
-    return jax.tree.unflatten(tree, moving[1]), jax.tree.unflatten(jax.tree.structure(traced.out[1]), moving[2])
+        moving = step((inputs, fixed), fed, moving)
+    return jax.tree.unflatten(tree, moving[1]), jax.tree.unflatten(jax.tree.structure(out), moving[2])
 
 
 def host_eager(
@@ -121,16 +113,13 @@ def host_eager(
     return carry, jax.tree.map(lambda *y: jnp.stack(y), *ys)
 
 
-def _step(traced: programs.Traced, reverse: bool, constant: Any, fed: list[Any], moving: Any) -> Any:
-    (constants, inputs, fixed), (t, carry, ys) = constant, moving
+def _step(program: programs.Program, constants: list[Any], reverse: bool, constant: Any, fed: list[Any], moving: Any) -> Any:
+    (inputs, fixed), (t, carry, ys) = constant, moving
     x = [jax.lax.dynamic_index_in_dim(a, t, 0, keepdims=False) for a in inputs]
-    out = traced(constants, [*fixed, *fed, *carry, *x])
+    out = program.flat(constants, [*fixed, *fed, *carry, *x])
     news = [jax.lax.convert_element_type(new, old.dtype) for new, old in zip(out, carry, strict=False)]  # not weak
     rows = [jax.lax.dynamic_update_index_in_dim(a, y, t, 0) for a, y in zip(ys, out[len(carry) :], strict=True)]
     return t - 1 if reverse else t + 1, news, rows
-
-
-_body = jax.jit(lambda body, *args: body(*args), static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

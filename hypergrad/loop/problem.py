@@ -6,17 +6,19 @@ Invariant: `Problem.batch` is one function of t, and `Problem.gradient` one of (
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from hypergrad import _programs as programs
 from hypergrad.batches import HostBatches
 from hypergrad.exact import Schedule
 from hypergrad.loop import drivers
+from hypergrad.loop.functions import Frozen, Functions
 from hypergrad.loop.step import Exact, Hypers, Rule, Values, isolated, returned, settled, start
 from hypergrad.optimizers.chain import Link
 from hypergrad.optimizers.expand import link_numerators
@@ -27,24 +29,8 @@ class Inputs(NamedTuple):
 
     values: Values  # link name -> initial floats, "params" among them, and "statistics" if there are any
     h: Hypers  # per leaf: {name: [steps | 1, ...]}, of the parameters and then of the statistics
-    theta: list[Array]  # float leaves
-    frozen: list[Any]  # theta's other leaves, and the arrays of `batches`: never differentiated
-
-
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """A value compared by identity where it cannot be hashed, so that it can ride in a static argument."""
-
-    value: Any
-
-    def __hash__(self) -> int:
-        return hash(self.value) if isinstance(self.value, Hashable) else id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Static):
-            return NotImplemented
-        same = self.value is other.value
-        return same or (isinstance(self.value, Hashable) and bool(self.value == other.value))
+    theta: list[Array]  # float leaves, and what the loss reads from outside and somebody may differentiate
+    frozen: Frozen  # all other arrays: never differentiated
 
 
 class Labels(NamedTuple):
@@ -52,23 +38,14 @@ class Labels(NamedTuple):
 
     places: tuple[str, ...]  # every (link, leaf), statistics last; then the decay of each
     limits: tuple[float, ...]  # of each place: the range of the value, the largest that the decay can be
-    frozen: tuple[str, ...]  # paths of `Inputs.frozen`
-
-
-class Assemble(Protocol):
-    """From what flows back to what the user's functions take."""
-
-    def batch(self, frozen: list[Any], t: Array) -> Any: ...
-
-    def arguments(self, w: list[Array], theta: list[Array], frozen: list[Any], batch: Any) -> tuple[Any, Any, Any]: ...
+    frozen: tuple[str, ...]  # of the leaves of `Inputs.frozen`
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Everything a run is compiled for."""
 
-    loss: Callable[..., Any]  # -> scalar, or (scalar, evidence) where there are statistics
-    assemble: Assemble
+    functions: Functions
     rule: Rule
     steps: int
     driver: str  # "scan", "host", "host_eager", or "either": the host where values are known, else the scan
@@ -77,10 +54,11 @@ class Problem:
     words: tuple[int | None, ...]  # per link: buffer words per parameter, where its decay is known beforehand
     throw: bool
     statistics: tuple[Rule, ...] = ()  # how they move, if there are any: one chain of one link, whose "gradient" is evidence
-    probed: bool = False  # whether the reverse pass also gives the norms of its cotangents
+    watch: str = ""  # what else the reverse pass gives of each step: "norms" of its cotangents, prints of its "states"
     source: HostBatches | None = None  # of batches that Python loads, for host drivers
     progress: drivers.Progress | None = None  # told by host drivers how far they are
     shelved: bool = False  # whether spilled words go to host memory
+    retries: bool = False  # whether a reverse pass that fails is tried again with gradients apart
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -95,48 +73,50 @@ class Problem:
         return [(rule, link, part) for rule, part in zip(self.rules, self.parts(h), strict=False) for link in rule.chain]
 
     def isolated(self) -> "Problem":
-        """The same run, its gradients compiled apart from what surrounds them."""
+        """The same run, its gradients compiled apart from their derivatives on the way back too."""
         return dataclasses.replace(self, rule=dataclasses.replace(self.rule, isolate=True))
 
-    def apart(self, t: Array, function: Callable[..., Any], *args: Any) -> Any:
-        """function(*args), `isolated` if gradients are."""
-        return isolated(t, function, *args) if self.rule.isolate else function(*args)
+    def bare(self) -> "Problem":
+        """An equal one that keeps nothing of the user's, to be found by."""
+        return dataclasses.replace(self, functions=programs.bare(self.functions), source=None, progress=None)
 
-    def batch(self, frozen: list[Any], t: Array) -> Any:
-        """Step t's batch, bit for bit the same in every pass."""
-        rest = []
+    def batch(self, frozen: Frozen, t: Array, apart: bool = True) -> list[Any]:
+        """The arrays of step t's batch, bit for bit the same in every pass."""
 
-        def arrays(frozen: list[Any], t: Array) -> Any:
+        def arrays(frozen: Frozen, t: Array) -> list[Any]:
             with jax.enable_x64(self.x64):
-                found, others = eqx.partition(self.assemble.batch(frozen, t), eqx.is_array)
-            rest.append(others)
-            return found
+                return self.functions.batch_at(frozen, t)
 
-        found = self.apart(t, arrays, frozen, t)
-        return eqx.combine(found, rest[-1])
+        return isolated(t, arrays, frozen, t) if apart else arrays(frozen, t)
 
-    def value(self, w: list[Array], theta: list[Array], frozen: list[Any], batch: Any) -> tuple[Array, list[Array]]:
+    def value(self, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]) -> tuple[Array, list[Array]]:
         """(loss, evidence for the statistics)."""
         with jax.enable_x64(self.x64):
-            value = self.loss(*self.assemble.arguments(w, theta, frozen, batch))
-            if not self.statistics:
-                return value, []
-            value, seen = value
-            leaves = zip(jax.tree.leaves(seen), self.statistics[0].dtypes, strict=True)
-            return value, [jnp.asarray(x).astype(dtype) for x, dtype in leaves]
+            value, *seen = self.functions.loss_at(w, theta, frozen, batch)
+            dtypes = self.statistics[0].dtypes if self.statistics else ()
+            return value, [jnp.asarray(x).astype(dtype) for x, dtype in zip(seen, dtypes, strict=True)]
 
     def gradient(
-        self, w: list[Array], theta: list[Array], frozen: list[Any], batch: Any
+        self, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]
     ) -> tuple[Array, list[Array], list[Array]]:
         """(loss, gradient in w, evidence), the last two bit for bit the same in every pass: if all are used in each."""
         with jax.enable_x64(self.x64):
             (value, seen), g = jax.value_and_grad(self.value, has_aux=True)(w, theta, frozen, batch)
         return value, *settled((g, seen))
 
+    def gradient_apart(
+        self, gradient: Callable[..., Any], t: Array, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]
+    ) -> tuple[Array, list[Array], list[Array]]:
+        """(loss, `joined` gradient, evidence) as training computes them: compiled apart from what surrounds them."""
+        value, g, seen = isolated(t, gradient, w, theta, frozen, batch)
+        return value, self.joined(t, g), seen
+
     def joined(self, t: Array, leaves: list[Array]) -> list[Array]:
-        """What a gradient gave, vector by vector. Behind a branch: XLA would fuse the two, and not alike in all passes."""
+        """What a gradient gave, vector by vector, in the accumulators' dtypes. Behind a branch: XLA would fuse the two, and
+        not alike in all passes."""
         vector, parts = self.rule.layout.vector, self.rule.layout.parts(leaves)
-        return [isolated(t, vector, part) if len(part) > 1 else vector(part) for part in parts]
+        vectors = [isolated(t, vector, part) if len(part) > 1 else vector(part) for part in parts]
+        return [x.astype(dtype) for x, dtype in zip(vectors, self.rule.dtypes, strict=True)]
 
     def run(
         self, body: drivers.Body, consts: Any, carry: Any, xs: Any, reverse: bool = False, pause: drivers.Pause | None = None
@@ -147,27 +127,21 @@ class Problem:
         feed, fed = None, 0
         if self.source is not None:
             feed, fed = functools.partial(self.source.leaves, steps=self.steps), len(self.source.like)
-        same = dataclasses.replace(self, source=None, progress=None)
-        named = drivers.Named(body, (body.__code__, same))
-        loop = drivers.host if self.driver == "host" else drivers.host_eager
         between = drivers.Between(feed, fed, pause or drivers.Pause(), self.progress)
-        return loop(named, consts, carry, xs, reverse, between)
+        if self.driver == "host":
+            return drivers.host(body, (body.__code__, self.bare()), consts, carry, xs, reverse, between)
+        return drivers.host_eager(body, consts, carry, xs, reverse, between)
 
     def beside(self, function: Callable[..., Any], *args: Any, static: tuple[Any, ...] = ()) -> Any:
         """function(problem, *static, *args), which calls no function of the user: one program where Python runs the loop."""
         if self.driver != "host":
             return function(self, *static, *args)
-        shell = dataclasses.replace(self, loss=None, assemble=None, source=None, progress=None)  # type: ignore[arg-type]
-        return _beside(function, shell, static, *args)
+        shell = dataclasses.replace(self, functions=None, source=None, progress=None)  # type: ignore[arg-type]
+        return programs.call(function, (shell, *static), *args)
 
     def maybe_jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Jit what the driver leaves in Python, so that both directions run the same programs."""
         return eqx.filter_jit(function) if self.driver == "host_eager" else function
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _beside(function: Callable[..., Any], problem: Problem, static: tuple[Any, ...], *args: Any) -> Any:
-    return function(problem, *static, *args)
 
 
 def schedules(problem: Problem, h: Hypers) -> dict[str, list[Schedule]]:

@@ -57,13 +57,13 @@ def bring(plan: dict[str, list[Schedule]], shelves: dict[str, list[Shelf]]) -> P
     spills = _spills(plan)
 
     def pause(t: int, carry: Any) -> Any:
-        state, rest = carry
+        state, *rest = carry
         buffers = {name: list(leaves) for name, leaves in state.buffers.items()}
         for name, leaf in _at(spills, t):
             word = shelves[name][leaf].words[int(spills[name][leaf][:t].sum())]
             buffer = buffers[name][leaf]
             buffers[name][leaf] = buffer._replace(stack=_put(buffer.stack, word))
-        return Exact(state.z, buffers), rest
+        return (Exact(state.z, buffers), *rest)
 
     return Pause(_steps(spills), pause)
 

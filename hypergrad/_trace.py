@@ -1,0 +1,172 @@
+"""From the user's loss and source of batches to the programs that a run is made of (`hypergrad.loop.functions.Functions`).
+
+Invariant: each function is called here, when training is entered, and never again.
+"""
+
+import inspect
+import os
+import pathlib
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import Jaxpr, Primitive, primitives
+
+from hypergrad import _door as door
+from hypergrad import _programs as programs
+from hypergrad._closures import name_in, name_of
+from hypergrad._program_keys import array_key, equations
+from hypergrad._programs import Program
+from hypergrad.loop.functions import Frozen, Functions
+
+
+class Traced(NamedTuple):
+    """The user's functions, and what they compute with."""
+
+    functions: Functions
+    theta: list[Array]  # its float leaves, and float values that the loss reads from outside and that are traced
+    frozen: Frozen
+    names: tuple[str, ...]  # of the leaves of `frozen`, for errors
+    returned: Any  # by the loss: `ShapeDtypeStruct`s
+
+
+def trace(loss: Callable[..., Any], params: Any, theta: Any, batches: Any) -> Traced:
+    """Call each function once, under the caller's settings, and see what it computes."""
+    leaves, tree = jax.tree.flatten(params)
+    (theta_floats, theta_others), whole_theta = _split(theta, eqx.is_inexact_array)
+    (batch_leaves, _), whole_batches = _split(batches, eqx.is_array)
+    rest: list[Any] = []
+
+    def arrays_of_batch(arrays: list[Any], t: Array) -> list[Any]:
+        with door.calling_batches(batches):
+            found, others = eqx.partition(whole_batches(arrays, [])(t), eqx.is_array_like)
+        rest.append((jax.tree.structure(found), others))
+        return jax.tree.leaves(found)
+
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    batch, of_batch = programs.trace(arrays_of_batch, batch_leaves, step)
+    door.check_pure(batches, (batch, of_batch), lambda: programs.trace(arrays_of_batch, batch_leaves, step))
+    structure, others = rest[0]
+
+    def value(w: list[Array], floats: list[Array], arrays: list[Any], batch: list[Any]) -> Any:
+        whole_batch = eqx.combine(jax.tree.unflatten(structure, batch), others)
+        arguments = jax.tree.unflatten(tree, w), whole_theta(floats, arrays), whole_batch
+        with door.calling("loss(params, theta, batch)", *arguments):
+            return loss(*arguments)
+
+    arguments = leaves, theta_floats, theta_others, batch.out
+    program, of_loss = programs.trace(value, *arguments)
+    captured = tuple(isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact) for x in of_loss)
+    functions = Functions(
+        batch,
+        program,
+        captured,
+        _rules(loss, program, of_loss, arguments),
+        symmetric=_symmetric(program.jaxpr),
+        narrow=_narrow(program.jaxpr),
+        sure=not any("callback" in e.primitive.name or e.primitive.name == "ffi_call" for e in equations(batch.jaxpr)),
+    )
+    floats = [*theta_floats, *(x for x, traced in zip(of_loss, captured, strict=True) if traced)]
+    untraced = [x for x, traced in zip(of_loss, captured, strict=True) if not traced]
+    frozen = Frozen(theta_others, [programs.owned(x) for x in untraced], [programs.owned(x) for x in of_batch], batch_leaves)
+    names = (
+        *_paths("theta", theta, lambda x: eqx.is_array(x) and not eqx.is_inexact_array(x)),
+        *("what the loss closes over" for _ in untraced),
+        *(f"{name_in(batches, x)} of `{name_of(batches)}`" for x in of_batch),
+        *_paths("batches", batches, eqx.is_array),
+    )
+    return Traced(functions, floats, frozen, names, program.out)
+
+
+def _split(tree: Any, chosen: Callable[[Any], bool]) -> tuple[tuple[list[Any], list[Any]], Callable[..., Any]]:
+    """((arrays that are chosen, its other arrays), from such lists back to the whole)."""
+    first, rest = eqx.partition(tree, chosen)
+    second, static = eqx.partition(rest, eqx.is_array)
+    structures = [jax.tree.structure(x) for x in (first, second)]
+
+    def whole(*lists: list[Any]) -> Any:
+        return eqx.combine(*map(jax.tree.unflatten, structures, lists), static)
+
+    return (jax.tree.leaves(first), jax.tree.leaves(second)), whole
+
+
+def _paths(name: str, tree: Any, chosen: Callable[[Any], bool]) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [name + jax.tree_util.keystr(path) for path, x in leaves if chosen(x)]
+
+
+def _rules(loss: Any, program: Program, constants: list[Any], arguments: Any) -> Hashable:
+    """What the derivative rules that the loss brings along compute, to the second order; None where it has none.
+
+    They are no part of the loss as a program. A rule is a Python function like the loss: it may read something else today,
+    and it may hold arrays, which are told by identity.
+    """
+    if not any(map(_own_rule, equations(program.jaxpr))):
+        return None
+
+    def value(w: list[Array], theta: list[Array], *rest: Any) -> Array:
+        return jax.tree.leaves(program(constants, w, theta, *rest))[0]
+
+    gradient = jax.grad(value)
+
+    def second_order(w: list[Array], theta: list[Array], *rest: Any) -> Any:
+        return jax.vjp(lambda w, theta: gradient(w, theta, *rest), w, theta)[1](w)
+
+    for order in (second_order, gradient):
+        try:
+            found, held = programs.trace(order, *arguments)
+        except Exception:  # whoever asks for this derivative is told; training alone does not need it
+            continue
+        held = [x for x in held if all(x is not known for known in constants)]
+        for x in held:
+            if isinstance(x, jax.core.Tracer):
+                raise ValueError(
+                    f"a derivative rule that `loss` ({name_of(loss)}) uses closes over the traced value {name_in(loss, x)}, "
+                    "whose derivative would be lost. Pass it to the function that has the rule as one of its arguments."
+                )
+        return found.key, tuple(array_key(x) for x in held)
+    return object()  # never the same again
+
+
+def _own_rule(equation: Any) -> bool:
+    """Whether a derivative is declared here that is not JAX's own."""
+    name = equation.primitive.name
+    if name == "custom_jvp_call":
+        source = equation.params["call_jaxpr"].jaxpr.debug_info.func_src_info or ""
+        return _OF_JAX not in source
+    return equation.primitive not in _PRIMITIVES and name not in _NAMES and any(map(_is_float, equation.outvars))
+
+
+_OF_JAX = f" at {pathlib.Path(inspect.getfile(jax)).parent}{os.sep}"
+# Whose derivative rules are those of what they compute. A `custom_vjp`, a solver with a rule, a call to other code: not
+# these.
+_PRIMITIVES = {
+    x
+    for x in vars(primitives).values()
+    if isinstance(x, Primitive) and x.name not in ("custom_vjp_call", "custom_lin", "custom_linear_solve")
+}
+_NAMES = {
+    "debug_callback", "debug_print", "layout_constraint", "optimization_barrier", "pvary", "ragged_dot_general",
+    "random_unwrap", "random_wrap", "reshard", "scatter-sub", "shard_map", "split", "stack", "tile", "unstack",
+}  # fmt: skip
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(getattr(x.aval, "dtype", jnp.int32), jnp.inexact)
+
+
+def _symmetric(jaxpr: Jaxpr) -> bool:
+    """Whether the Jacobian of the loss's gradient is symmetric for certain: it is where the gradient is one of something.
+
+    A loss whose derivative rules are its own has a field in the place of a gradient, which may be the gradient of nothing. A
+    `stop_gradient` is a constant to all derivatives, so that what is left is a gradient.
+    """
+    return not any(map(_own_rule, equations(jaxpr)))
+
+
+def _narrow(jaxpr: Jaxpr) -> bool:
+    found = {x.aval.dtype for e in equations(jaxpr) for x in (*e.invars, *e.outvars) if _is_float(x)}
+    return any(jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp for dtype in found)

@@ -1,0 +1,157 @@
+"""The derivative of the gradient against a cotangent: what the reverse pass needs of the loss beside the gradient itself.
+
+Invariant: `products` gives J^T u for every loss. J u is taken for it, which is cheaper, only where J is symmetric for
+certain.
+
+With g = the loss's gradient in w and J its Jacobian, forward over reverse gives g and J u from one jvp of the gradient
+along u, without residuals of residuals; and along the same u, the derivative of the gradient in theta, (d_theta g)^T u.
+Both hold where g is the gradient of something. A loss with a derivative rule of its own (`jax.custom_vjp`) has a field of
+which J need not be symmetric: there reverse over reverse gives J^T u and (d_theta g)^T u from one vjp of the gradient, in
+the memory of one step.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from hypergrad.errors import HypergradError
+from hypergrad.loop.functions import Frozen
+from hypergrad.loop.problem import Problem
+from hypergrad.loop.step import isolated, settled
+
+
+class Gradients(NamedTuple):
+    """Of the loss at one step, as they come beside their derivatives."""
+
+    value: Array
+    seen: list[Array]  # evidence for the statistics
+    w: list[Array]
+    theta: list[Array]  # of the wanted leaves
+
+
+class Products(NamedTuple):
+    """The gradient's derivative against u."""
+
+    w: list[Array]  # J^T u
+    theta: list[Array]  # (d_theta g)^T u, of the wanted leaves
+    asymmetry: Array | None = (
+        None  # |J u - J^T u| and |J^T u|, where somebody watches and J passes as symmetric: float32 [2]
+    )
+
+
+FirstOrder = Callable[[list[Array], list[Array], list[Array], Frozen, list[Any]], tuple[Any, Any]]
+
+
+def first_order(problem: Problem, wanted: tuple[bool, ...]) -> FirstOrder:
+    """(w, wanted theta, theta, frozen, batch) -> ((gradient in w, in the wanted leaves of theta), (loss, evidence))."""
+
+    def gradients(w: list[Array], chosen: list[Array], theta: list[Array], *rest: Any) -> tuple[Any, Any]:
+        value = lambda w, chosen: problem.value(w, merged(wanted, chosen, theta), *rest)  # noqa: E731
+        found, g = jax.value_and_grad(value, argnums=(0, 1), has_aux=True)(w, chosen)
+        return g, found
+
+    return problem.maybe_jit(gradients)
+
+
+def chosen(wanted: tuple[bool, ...], theta: list[Array]) -> list[Array]:
+    return [x for x, is_wanted in zip(theta, wanted, strict=True) if is_wanted]
+
+
+def merged(wanted: tuple[bool, ...], these: list[Array], others: list[Array]) -> list[Array]:
+    """The inverse of `chosen`, the rest from `others`."""
+    left = iter(these)
+    return [next(left) if is_wanted else x for x, is_wanted in zip(others, wanted, strict=True)]
+
+
+def products(
+    problem: Problem, t: Array, gradients: FirstOrder, w: list[Array], these: list[Array], rest: Any, u: list[Array]
+) -> tuple[Gradients, Products]:
+    """u: the cotangent of the `joined` gradient. Both results are joined, too."""
+
+    def field(w: list[Array], these: list[Array]) -> Any:
+        (g, g_theta), found = gradients(w, these, *rest)
+        return g, (g_theta, found)
+
+    asymmetry = None
+    with jax.enable_x64(problem.x64):
+        u, unscaled = _scaled(problem, u)
+        u = settled([x.astype(y.dtype) for x, y in zip(problem.rule.layout.split(u), w, strict=True)])
+        if problem.functions.symmetric:
+            f = lambda w: gradients(w, these, *rest)  # noqa: E731
+            (g, g_theta), (hu, cross), (value, seen) = settled(jax.jvp(f, (w,), (u,), has_aux=True))
+            if problem.watch:
+                asymmetry = _asymmetry((hu, cross), jax.vjp(field, w, these, has_aux=True)[1](u))
+        else:
+            g, pull, (g_theta, (value, seen)) = jax.vjp(field, w, these, has_aux=True)
+            g, (hu, cross), g_theta, value, seen = settled((g, pull(u), g_theta, value, seen))
+    found = Gradients(value, seen, problem.joined(t, g), g_theta)
+    return found, Products(unscaled(problem.joined(t, hu)), unscaled(cross), asymmetry)
+
+
+def _asymmetry(one: Any, other: Any) -> Array:
+    """|one - other| and |other|, over all leaves: float32 [2]."""
+
+    def norm(leaves: list[Array]) -> Array:
+        return jnp.sqrt(sum(jnp.sum(jnp.abs(x.astype(jnp.complex128)) ** 2) for x in leaves)).astype(jnp.float32)
+
+    ours, theirs = jax.tree.leaves(one), jax.tree.leaves(other)
+    with jax.enable_x64(True):
+        return jnp.stack([norm([x - y for x, y in zip(ours, theirs, strict=True)]), norm(theirs)])
+
+
+def check_symmetric(asymmetry: Any, dtypes: Any) -> None:
+    """asymmetry: of every step, or None; dtypes: of the parameters. Where the program of a loss promised what its numbers do
+    not keep."""
+    if asymmetry is None:
+        return
+    apart, size = np.asarray(asymmetry, np.float64).reshape(-1, 2).sum(axis=0)
+    tolerance = 10 * max(float(jnp.finfo(dtype).eps) for dtype in dtypes) ** 0.5
+    if apart > tolerance * size:
+        raise HypergradError(
+            f"the Jacobian J of the loss's gradient is not symmetric: J u and J^T u differ by {apart / size:.2g} of their "
+            "size, though the program of the loss has nothing but JAX's own derivative rules. One of these is not the "
+            "derivative of what it computes, so hg.Reversible would be wrong. Take adjoint=hg.Unrolled(), and report this "
+            "loss."
+        )
+
+
+def accumulator(x: Array) -> Any:
+    """The dtype that cotangents of a leaf are summed in over the steps: its own, float32 at least."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _scaled(problem: Problem, u: list[Array]) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
+    """(u times a power of two, what divides by it again, as `accumulator`s). Only where the loss computes in float16 or
+    less.
+
+    The largest entry becomes 2^-6, where float16 has as many exponents below as above. Without it what passes back through
+    float16 is zero below 6e-8 and infinite above 65504, in whatever unit the validation loss is counted.
+    """
+    wide = lambda xs: [x.astype(accumulator(x)) for x in xs]  # noqa: E731
+    if not problem.functions.narrow or not u:
+        return u, wide
+    largest = jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(u[0].dtype) for x in u]).max()
+    _, exponent = jnp.frexp(jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1))
+    scale = jnp.ldexp(jnp.ones((), largest.dtype), jnp.clip(-6 - exponent, -120, 120))
+    return [x * scale.astype(x.dtype) for x in u], lambda xs: [x / scale.astype(x.real.dtype) for x in wide(xs)]
+
+
+def pulled_evidence(
+    problem: Problem, t: Array, wanted: tuple[bool, ...], push: list[Array], w: list[Array], theta: list[Array], *rest: Any
+) -> Products:
+    """The cotangents of w and theta from that of the evidence. Behind a branch: in the open, XLA would round the gradient
+    beside it otherwise than on the way out."""
+
+    def pulled(push: list[Array], w: list[Array], theta: list[Array], *rest: Any) -> Any:
+        evidence = lambda w, these: problem.value(w, merged(wanted, these, theta), *rest)[1]  # noqa: E731
+        _, vjp = jax.vjp(evidence, w, chosen(wanted, theta))
+        with jax.enable_x64(problem.x64):
+            push, unscaled = _scaled(problem, push)
+            return [unscaled(x) for x in vjp(push)]
+
+    dw, dtheta = isolated(t, pulled, push, w, theta, *rest)
+    return Products(problem.joined(t, dw), dtheta)

@@ -1,0 +1,50 @@
+"""The user's two functions as the programs that they trace to, when training is entered and under the user's settings.
+
+Invariant: nothing of a function itself decides anything later. Two that compute the same are the same here; one that reads
+something else today than yesterday, or has another derivative rule, is another.
+"""
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+
+from hypergrad._programs import Program
+
+
+class Frozen(NamedTuple):
+    """What flows through a run and is never differentiated."""
+
+    theta: list[Any]  # theta's leaves that are not float
+    loss: list[Any]  # what the loss closes over
+    batch: list[Any]  # what the function of batches closes over
+    batches: list[Any]  # its leaves: last, as a host driver takes them in anew at every step
+
+
+@dataclasses.dataclass(frozen=True)
+class Functions:
+    """What a step asks of the user."""
+
+    batch: Program  # (batches, t) -> the arrays of a batch
+    loss: Program  # (w, theta, theta's other leaves, batch) -> [loss, *evidence]
+    traced: tuple[bool, ...]  # of each constant of the loss: whether it is float and was traced; such a one is among theta
+    rules: Hashable  # what the loss's own derivative rules compute; None: it has none
+    symmetric: bool  # whether the gradient's Jacobian is, for certain
+    narrow: bool  # whether the loss computes in floats of fewer exponents than float32
+    sure: bool  # whether batches are functions of t for certain: no Python runs in them
+
+    def batch_at(self, frozen: Frozen, t: Array) -> list[Any]:
+        return self.batch(frozen.batch, frozen.batches, t)
+
+    def loss_at(self, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]) -> list[Array]:
+        """[loss, *evidence]."""
+        given = len(theta) - sum(self.traced)
+        captured, others = iter(theta[given:]), iter(frozen.loss)
+        constants = [next(captured if traced else others) for traced in self.traced]
+        return jax.tree.leaves(self.loss(constants, w, theta[:given], frozen.theta, batch))
+
+    def bare(self) -> "Functions":
+        """An equal one without the programs themselves, to be found by."""
+        return dataclasses.replace(self, batch=self.batch.bare(), loss=self.loss.bare())
