@@ -5,12 +5,12 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from hypergrad import _programs as programs
+from hypergrad._settings import own_settings
 from hypergrad._train import set_up
 from hypergrad.adjoints import Reversible
 from hypergrad.adjoints.apart import remembered
@@ -70,7 +70,7 @@ def check_reversal(
     """
     problem, inputs, _ = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, True, statistics)
     problem = dataclasses.replace(settled_driver(problem, inputs), watch="states")
-    with jax.enable_x64(True):
+    with own_settings():
         plan = problem.beside(schedules, inputs.h)
         capacity = {link.name: int(most_words(plan)) for _, link, _ in problem.links(inputs.h)}
         statics = problem, tuple(capacity.items())

@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -15,7 +15,7 @@ from jax import Array
 
 from hypergrad._closures import name_of
 from hypergrad._program_keys import contains
-from hypergrad._programs import Program
+from hypergrad._programs import Program, owned
 from hypergrad.batches import FullBatch, HostBatches, Minibatches, Stacked
 from hypergrad.exact import STEPS
 from hypergrad.hypers import describe, is_domain
@@ -93,7 +93,7 @@ def check_params(params: Any) -> Any:
                 "`params`: equinox.partition(model, equinox.is_inexact_array), flax's nnx.split, or pass them through the "
                 "batch; split a complex leaf into real and imaginary parts."
             )
-        leaf = jnp.asarray(leaf)
+        leaf = owned(leaf)
         return leaf.astype(leaf.dtype)  # a weak type would change dtype inside the loop
 
     return jax.tree_util.tree_map_with_path(check, params)
@@ -231,7 +231,7 @@ def check_statistics(statistics: Any) -> Statistics:
                 f"statistics{jax.tree_util.keystr(path)} is {describe(leaf)}; running statistics are real floats, of 16 "
                 "bits or more. What else a layer keeps (a count of steps, say) stays out of them."
             )
-        leaf = jnp.asarray(leaf)
+        leaf = owned(leaf)
         return leaf.astype(leaf.dtype)  # a weak type would change dtype inside the loop
 
     return Statistics(jax.tree_util.tree_map_with_path(check, given.values), given.decay)
@@ -261,12 +261,13 @@ def _shaped(x: Any) -> str:
     return f"{x.dtype.name}{list(x.shape)}"
 
 
-def check_state(chain: tuple[Link, ...], params: Any, state: Any) -> dict[str, list[Array]]:
-    """Initial values of every link, leaf by leaf."""
+def check_state(chain: tuple[Link, ...], params: Any, state: Any, weights: Iterable[str]) -> dict[str, list[Array]]:
+    """Initial values of every link, leaf by leaf. weights: what else `state` may have."""
     names = [link.name for link in chain[:-1]]
-    if state is not None and (not isinstance(state, dict) or set(state) != set(names)):
+    if state is not None and (not isinstance(state, dict) or not set(names) <= set(state) <= {*names, *weights}):
         got = sorted(state) if isinstance(state, dict) else describe(state)
-        raise ValueError(f"`state` must be None or a dict with the keys {names}, as in Trained.state; got {got}.")
+        also = f", and if they are known {list(weights)}" if list(weights) else ""
+        raise ValueError(f"`state` must be None or a dict with the keys {names}{also}, as in Trained.state; got {got}.")
     leaves, tree = jax.tree.flatten(params)
     values = {PARAMS: leaves}
     for link in chain[:-1]:
@@ -286,5 +287,5 @@ def _state_leaves(name: str, given: Any, tree: Any, expected: list[Array]) -> li
         where = f"state[{name!r}]{jax.tree_util.keystr(path)}"
         if jnp.shape(x) != e.shape or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             raise ValueError(f"{where} must be a float array of shape {e.shape}; got {describe(x)}.")
-        result.append(jnp.asarray(x).astype(e.dtype))
+        result.append(owned(x).astype(e.dtype))
     return result

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad._settings import own_settings
 from hypergrad.exact import WORD_BITS, Buffer, Scaled, Value, Wide, grid_range
 from hypergrad.loop import step as _step
 from hypergrad.loop.drivers import in_kernels
@@ -35,7 +36,7 @@ def check_inverse(optimizer: Optimizer, params: Any = None, *, steps: int = 20, 
     h, _ = prepared(optimizer, params, steps, layout)
     rule = _rule_of(optimizer, layout, h, leaves)
     rng = np.random.default_rng(seed)
-    with jax.enable_x64(True):
+    with own_settings():
         plans = {
             k.name: [
                 keep.schedule(link_numerators(k, hj, steps), k.denominator) for keep, hj in zip(rule.kept(k), h, strict=True)

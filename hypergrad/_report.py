@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad._settings import own_settings
 from hypergrad.errors import OK, Status
 
 
@@ -70,6 +71,7 @@ def surface(status: Status, throw: bool) -> Array:
     Compiled code under a ledger only reports to it: who listens raises, with the class and without a detour through XLA.
     """
     ledger, throw = current_ledger(), throw and not probing()
+    status = jax.lax.stop_gradient(status)  # where JAX differentiates known values, they are known again
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(status)):
         if ledger is not None:
             ledger.record(status, throw)
@@ -80,9 +82,14 @@ def surface(status: Status, throw: bool) -> Array:
     if not throw and ledger is None:
         return status.ok
 
-    # A pure callback whose result masks every output: it cannot be dropped while any output is used.
-    leaves, structure = jax.tree.flatten(jax.lax.stop_gradient(status))
+    leaves, structure = jax.tree.flatten(status)
     report = _Report(structure, _LISTENER.value[0], throw)
+    if jax.device_count() > 1:
+        # On every device, so that none waits for another that has raised: XLA would end the process.
+        jax.debug.callback(report, *leaves, partitioned=True)  # type: ignore[arg-type]
+        return status.ok
+
+    # A pure callback whose result masks every output: it cannot be dropped while any output is used.
     return jax.pure_callback(report, jax.ShapeDtypeStruct((), jnp.bool_), *leaves, vmap_method="expand_dims")
 
 
@@ -158,7 +165,7 @@ def probing() -> bool:
 
 def trace(status: Status, losses: Array, norms: dict[str, Array], asymmetry: Array | None) -> None:
     """Leave a `Trace` with the probe, from compiled code too; one for each element of a batch."""
-    with jax.enable_x64(True):
+    with own_settings():
         jax.debug.callback(_keep, status, losses, norms, asymmetry)
 
 

@@ -3,6 +3,7 @@
 Invariant: each function is called here, when training is entered, and never again.
 """
 
+import functools
 import inspect
 import os
 import pathlib
@@ -21,6 +22,8 @@ from hypergrad._closures import name_in, name_of
 from hypergrad._program_keys import array_key, equations
 from hypergrad._programs import Program
 from hypergrad.loop.functions import Frozen, Functions
+from hypergrad.loop.step import Hypers, Rule, Values, increment
+from hypergrad.optimizers.chain import PARAMS, Optimizer
 
 
 class Traced(NamedTuple):
@@ -67,6 +70,7 @@ def trace(loss: Callable[..., Any], params: Any, theta: Any, batches: Any) -> Tr
         _rules(loss, program, of_loss, arguments),
         symmetric=_symmetric(program.jaxpr),
         narrow=_narrow(program.jaxpr),
+        collective=any(type(effect).__name__ == "NamedAxisEffect" for effect in program.jaxpr.effects),
         sure=not any("callback" in e.primitive.name or e.primitive.name == "ffi_call" for e in equations(batch.jaxpr)),
     )
     floats = [*theta_floats, *(x for x, traced in zip(of_loss, captured, strict=True) if traced)]
@@ -96,6 +100,40 @@ def _split(tree: Any, chosen: Callable[[Any], bool]) -> tuple[tuple[list[Any], l
 def _paths(name: str, tree: Any, chosen: Callable[[Any], bool]) -> list[str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [name + jax.tree_util.keystr(path) for path, x in leaves if chosen(x)]
+
+
+def rule_programs(optimizer: Optimizer, rule: Rule, values: Values, h: Hypers) -> Hashable:
+    """What the functions of an optimizer that is not the library's compute, to be compared; None if there are none.
+
+    values: initial ones; h: of one step. Such a function may read something else today, like a loss; but nothing is
+    differentiated in what it reads from outside.
+    """
+    wide = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(values[PARAMS], rule.dtypes, strict=True)]
+    found: list[Hashable] = []
+
+    def note(what: str, function: Callable[..., Any], held_by: Any, *args: Any) -> None:
+        program, held = programs.trace(function, *args)
+        for x in held:
+            if isinstance(x, jax.core.Tracer):
+                raise ValueError(
+                    f"{what} reads the traced value {name_in(held_by, x)} from outside, whose derivative would be lost. "
+                    "Make it a hyperparameter: a field of the optimizer."
+                )
+        found.append((program.key, tuple(array_key(x) for x in held)))
+
+    for own, link in zip(optimizer.layers[-1].chain, rule.chain, strict=True):
+        for j in rule.leaves if _foreign(own.increment) else ():
+            others = {k.name: values[k.name][j] for k in rule.chain if k is not link}
+            one = functools.partial(increment, link)
+            note(f"the increment of link `{link.name}`", one, own.increment, h[j], others, wide[j])
+    for transform in rule.transforms:
+        if _foreign(transform.function):
+            note(f"the transformation {transform.name}", transform.__call__, transform.function, h, wide, wide)
+    return tuple(found) or None
+
+
+def _foreign(function: Any) -> bool:
+    return not str(getattr(function, "__module__", "")).startswith("hypergrad.")
 
 
 def _rules(loss: Any, program: Program, constants: list[Any], arguments: Any) -> Hashable:

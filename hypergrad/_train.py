@@ -1,5 +1,6 @@
 """`train`: from a loss, parameters, an optimizer and batches to a run, checked at the door."""
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +15,13 @@ from hypergrad import _door as door
 from hypergrad import _programs as programs
 from hypergrad._program_keys import contains
 from hypergrad._report import mask, surface
-from hypergrad._trace import trace
+from hypergrad._trace import rule_programs, trace
 from hypergrad.adjoints import Checkpointed, Reversible, Unrolled
 from hypergrad.batches import HostBatches, full_batch
 from hypergrad.errors import Status
 from hypergrad.exact import grid_range
 from hypergrad.loop.functions import Functions
-from hypergrad.loop.problem import Inputs, Labels, Problem
+from hypergrad.loop.problem import Inputs, Labels, Problem, join_steps, one_of
 from hypergrad.loop.step import Rule
 from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link, Optimizer
 from hypergrad.optimizers.expand import (
@@ -33,6 +34,7 @@ from hypergrad.optimizers.expand import (
     link_fraction_bits,
     prepared,
     prepared_statistics,
+    weights_after,
 )
 from hypergrad.optimizers.layout import Layout, separate
 from hypergrad.optimizers.statistics import MEANS, Statistics
@@ -44,7 +46,7 @@ class Trained(eqx.Module):
 
     params: Any  # like `params`
     losses: Array  # float [steps]: the loss at each step, before its update
-    state: dict[str, Any]  # final accumulators, {link: like params}; may be passed on as `state`
+    state: dict[str, Any]  # final accumulators, {link: like params}, and what else to go on with; may be passed as `state`
     status: Status
     buffer_words: Array  # int32: 32-bit words per parameter that the information buffer needs
     statistics: Any = None  # like `statistics.values`: what they came to
@@ -82,11 +84,17 @@ def train(
     problem, inputs, trees = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, throw, statistics)
     outcome = adjoint.run(problem, inputs)
     ok = surface(outcome.status, throw)
-    values, losses = mask(ok, (outcome.values, outcome.losses))
+    weights = weights_after(optimizer, known_weights(optimizer, state), problem.steps)
+    values, losses, weights = mask(ok, (outcome.values, outcome.losses, weights))
     (tree, means_tree), alone = trees, values.pop(STATISTICS, None)
     final = {name: jax.tree.unflatten(tree, problem.rule.layout.split(vectors)) for name, vectors in values.items()}
     means = None if alone is None else jax.tree.unflatten(means_tree, alone)
-    return Trained(final.pop(PARAMS), losses, final, outcome.status, outcome.status.words, means)
+    return Trained(final.pop(PARAMS), losses, {**final, **weights}, outcome.status, outcome.status.words, means)
+
+
+def known_weights(optimizer: Optimizer, state: dict[str, Any] | None) -> dict[str, Any]:
+    """Those of `Optimizer.weights` that a run begins with."""
+    return {name: state[name] for name in optimizer.layers[-1].weights if state and name in state}
 
 
 def set_up(
@@ -117,11 +125,16 @@ def set_up(
     leaves, tree = jax.tree.flatten(params)
     traced = trace(loss, params, theta, batches)
     door.check_loss_value(traced.returned if means is None else door.check_evidence(traced.returned, means.values))
-    values = door.check_state(optimizer.chain, params, state)
-    layout = layout_of(optimizer, params)
+    values = door.check_state(optimizer.chain, params, state, optimizer.layers[-1].weights)
+    weights = known_weights(optimizer, state)
+    layout = layout_of(optimizer, params, weights)
     values = {name: layout.join(x) for name, x in values.items()}
-    h, unchanged = prepared(optimizer, params, steps, layout)
+    h, unchanged = prepared(optimizer, params, steps, layout, weights)
+    if state is not None:
+        h = [optimizer.layers[-1].begin(hj, {name: x[j] for name, x in values.items()}) for j, hj in enumerate(h)]
     rule = _rule(optimizer.chain, h, leaves, layout, adjoint, optimizer.linear, transforms(optimizer))
+    one_step = jax.eval_shape(lambda h: join_steps(*one_of(h, steps)), h)
+    rule = dataclasses.replace(rule, programs=rule_programs(optimizer, rule, values, one_step))
     fields = {name: x for name, x in optimizer.layers[-1].hyperparameters().items() if name in unchanged}
     words = tuple(_words_known(link, fields.get(str(link.decay)), params, steps) for link in optimizer.chain)
     followers: tuple[Rule, ...] = ()

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad._programs import owned
 from hypergrad.errors import ReversalError
 
 
@@ -74,7 +75,14 @@ class HostBatches:
     def __init__(self, load: Callable[[int], Any], steps: int | None) -> None:
         self.load, self.steps = load, steps
         self.prints: dict[int, int] = {}  # of all batches seen, by step
-        self.first = jax.tree.map(lambda x: jnp.array(_known(x), copy=True), load(0))
+        try:
+            first = load(0)
+        except (IndexError, StopIteration) as e:
+            raise ValueError(
+                "hg.host_batches has no batch for step 0: the source is empty, or an iterator that has run out. Pass a "
+                "function of the step, or a list."
+            ) from e
+        self.first = jax.tree.map(lambda x: jnp.array(_known(x), copy=True), first)
         self.like = [(path, x.shape, x.dtype) for path, x in jax.tree_util.tree_leaves_with_path(self.first)]
 
     def __call__(self, t: int) -> Any:
@@ -118,12 +126,12 @@ class HostBatches:
 
 def full_batch(data: Any) -> FullBatch:
     """t -> data: every step sees all of it. A pytree of arrays."""
-    return FullBatch(jax.tree.map(jnp.asarray, data))
+    return FullBatch(jax.tree.map(owned, data))
 
 
 def stacked(arrays: Any) -> Stacked:
     """t -> arrays[t]: the leading axis is the step, and its length gives `steps`. A pytree of arrays [steps, ...]."""
-    arrays = jax.tree.map(jnp.asarray, arrays)
+    arrays = jax.tree.map(owned, arrays)
     _leading_axis("hg.stacked", arrays)
     return Stacked(arrays)
 
@@ -135,7 +143,7 @@ def minibatches(data: Any, batch_size: int, key: Array, replacement: bool = Fals
     pass sees each example once in an order of its own (swap-or-not shuffle, Hoang, Morris, Rogaway 2012: the row at a
     position is computed, no permutation is stored), and no rest is dropped: a batch may straddle two passes.
     """
-    data = jax.tree.map(jnp.asarray, data)
+    data = jax.tree.map(owned, data)
     size = _leading_axis("hg.minibatches", data)
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or not 1 <= batch_size <= size:
         raise ValueError(f"`batch_size` must be an integer from 1 to the {size} examples of `data`; got {batch_size!r}.")

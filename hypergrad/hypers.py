@@ -43,7 +43,7 @@ class Domain(eqx.Module):
 def positive(x: Any) -> Domain:
     """x = exp(u), x > 0: learning rates, scales, penalties. float leaves of any shape, strictly positive."""
     _check_leaves("positive", x, lambda v: (v > 0) & np.isfinite(v), "finite and > 0")
-    return Domain(jax.tree.map(lambda v: jnp.log(_as_float(v)), x), "positive")
+    return _representable(x, Domain(jax.tree.map(lambda v: jnp.log(_as_float(v)), x), "positive"), 0, math.inf)
 
 
 def unit_interval(x: Any) -> Domain:
@@ -174,7 +174,21 @@ def _interval(name: str, x: Any, low: float, high: float) -> Domain:
         p = (_as_float(v) - low) / (high - low)
         return jnp.log(p) - jnp.log1p(-p)
 
-    return Domain(jax.tree.map(unconstrain, x), name, low, high)
+    return _representable(x, Domain(jax.tree.map(unconstrain, x), name, low, high), low, high)
+
+
+def _representable(x: Any, domain: Domain, low: float, high: float) -> Domain:
+    """The domain, whose values must still be strictly inside of it once they are stored."""
+    given, natural_ = jax.tree.leaves(spread(x)), jax.tree.leaves(domain.natural())
+    for value, stored in zip(given, natural_, strict=True):
+        if isinstance(stored, jax.core.Tracer) or bool(jnp.all((stored > low) & (stored < high))):
+            continue
+        bad = np.asarray(value).reshape(-1)[int(np.argmin(np.asarray((stored > low) & (stored < high))))]
+        raise ValueError(
+            f"hg.{domain.kind}: {bad!s} cannot be told from an end of ({low:.6g}, {high:.6g}) in {stored.dtype.name}: take "
+            "a value further inside, or compute in float64 (jax.enable_x64)."
+        )
+    return domain
 
 
 def _check_leaves(name: str, x: Any, inside: Callable[[Any], Any], condition: str) -> None:

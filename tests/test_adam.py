@@ -49,6 +49,12 @@ def test_where_second_moments_are_lost_the_bound_has_its_derivative_in_the_bias_
     """w <- w - a / c1 sign(m) sqrt(c2) / r, as s is 0: r replaces noise and has no derivative, c1 and c2 have theirs."""
     steps, b1, b2, none = 5, 0.875, 0.9990234375, hg.full_batch(jnp.zeros(1))
 
+    class Lost(hg.Adam):
+        """As if it had made this state itself: of one that is handed in, nothing is replaced."""
+
+        def begin(self, h: dict[str, jax.Array], z: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            return h
+
     def end(optimizer: Any) -> jax.Array:
         moments = {"mean": jnp.array([0.5, -0.25]), "square": jnp.zeros(2)}
         run = hg.train(lambda w, _, __: 0 * jnp.sum(w), jnp.zeros(2), optimizer, none, steps=steps, state=moments)
@@ -61,7 +67,7 @@ def test_where_second_moments_are_lost_the_bound_has_its_derivative_in_the_bias_
 
     with jax.enable_x64(True):
         at = jnp.float64(1e-3), jnp.float64(b1), jnp.float64(b2)
-        value, slopes = jax.value_and_grad(end)(hg.Adam(*at, eps=1e-30))
+        value, slopes = jax.value_and_grad(end)(Lost(*at, eps=1e-30))
         expected, derivatives = jax.value_and_grad(predicted, argnums=(0, 1, 2))(*at)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose((slopes.learning_rate, slopes.b1, slopes.b2), derivatives, rtol=1e-6)

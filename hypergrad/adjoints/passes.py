@@ -14,6 +14,7 @@ from jax import Array
 
 from hypergrad import _programs as programs
 from hypergrad._report import current_ledger
+from hypergrad._settings import own_settings
 from hypergrad.adjoints import apart
 from hypergrad.adjoints.backward import Reversed, reverse
 from hypergrad.adjoints.link import Cotangents
@@ -55,7 +56,7 @@ def _known(arrays: Any) -> bool:
 
 def run_forward(problem: Problem, capacity: dict[str, int] | None, inputs: Inputs) -> tuple[Outcome, Exact, Array | None]:
     problem = settled_driver(problem, inputs)
-    with jax.enable_x64(True):
+    with own_settings():
         key = None if capacity is None else tuple(sorted(capacity.items()))
         if not _known(inputs):
             return once(batched_apart(_forward_pass, forward=True))(problem, key, inputs)
@@ -102,7 +103,7 @@ class Back(NamedTuple):
 
 def run_backward(problem: Problem, wanted: Wanted, *arguments: Any) -> Back:
     problem = settled_driver(problem, arguments)
-    with jax.enable_x64(True):
+    with own_settings():
         if not _known(arguments):
             return once(batched_apart(_backward_traced, forward=False))(problem, wanted, *arguments)
         if problem.driver == "scan":

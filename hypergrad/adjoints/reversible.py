@@ -12,6 +12,7 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from hypergrad._report import mask, probing, surface, trace
+from hypergrad._settings import own_settings
 from hypergrad.adjoints.passes import Back, Wanted, capacities, run_backward, run_forward
 from hypergrad.errors import OK, REVERSAL, Status
 from hypergrad.loop.forward import Seen
@@ -99,7 +100,7 @@ def _run_fwd(problem: Problem, capacity: int | None, *inputs: Any) -> tuple[Outc
             raise ValueError(
                 f"`batches` is differentiated, in {path}; that derivative would be lost. Pass learned data through `theta`."
             )
-    with jax.enable_x64(True):
+    with own_settings():
         words = capacities(problem, arrays.h, capacity)
     outcome, end, batches = run_forward(problem, words, arrays)
     if problem.throw and concrete(outcome.status) and not outcome.status.ok:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad._settings import own_settings
 from hypergrad.errors import HypergradError
 from hypergrad.loop.functions import Frozen
 from hypergrad.loop.problem import Problem
@@ -99,7 +100,7 @@ def _asymmetry(one: Any, other: Any) -> Array:
         return jnp.sqrt(sum(jnp.sum(jnp.abs(x.astype(jnp.complex128)) ** 2) for x in leaves)).astype(jnp.float32)
 
     ours, theirs = jax.tree.leaves(one), jax.tree.leaves(other)
-    with jax.enable_x64(True):
+    with own_settings():
         return jnp.stack([norm([x - y for x, y in zip(ours, theirs, strict=True)]), norm(theirs)])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hypergrad._settings import own_settings
 from hypergrad.loop.problem import Problem
 
 
@@ -41,13 +42,15 @@ def batched_apart(function: Callable[..., Any], forward: bool) -> Callable[..., 
 
     @functools.wraps(function)
     def wrapped(problem: Problem, static: Any, *args: Any) -> Any:
+        if problem.functions.collective:  # JAX has no batching rule of one's own around a named axis
+            return function(problem.isolated(), static, *args)
         run = jax.custom_batching.custom_vmap(lambda *a: function(problem, static, *a))
 
         @run.def_vmap
         def batched(size: int, axes: Any, *a: Any) -> Any:
             a, axes = _with_all_values(size, axes, a) if forward else (a, axes)
             axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, axes)
-            with jax.enable_x64(True):  # the rule may be called long after the context of the call is gone
+            with own_settings():  # the rule may be called long after the context of the call is gone
                 apart = lambda *a: function(problem.isolated(), static, *a)  # noqa: E731
                 out = jax.vmap(apart, in_axes=axes, axis_size=size)(*a)
             return out, jax.tree.map(lambda _: True, out)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from hypergrad import _programs as programs
+from hypergrad._settings import own_settings
 from hypergrad.adjoints.second_order import accumulator
 from hypergrad.exact import decode, substitute
 from hypergrad.loop.drivers import in_kernels
@@ -75,7 +76,7 @@ def _run(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
 def _training(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
     rule = problem.rule
     scan = functools.partial(_checkpointed_scan, checkpoints=checkpoints) if checkpoints else jax.lax.scan
-    with jax.enable_x64(True):
+    with own_settings():
         plan = schedules(problem, jax.lax.stop_gradient(inputs.h))
         capacity: dict[str, int | None] = {link.name: None for _, link, _ in problem.links(inputs.h)}
         state = begun(problem, jax.lax.stop_gradient(inputs.values), capacity)

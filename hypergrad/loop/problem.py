@@ -178,6 +178,12 @@ def split_steps(h: Hypers, steps: int) -> tuple[Hypers, Hypers]:
     return constant, stepped
 
 
+def one_of(h: Hypers, steps: int) -> tuple[Hypers, Hypers]:
+    """`split_steps` at the first step."""
+    constant, stepped = split_steps(h, steps)
+    return constant, jax.tree.map(lambda x: x[0], stepped)
+
+
 def split(problem: Problem, h: Hypers) -> tuple[Hypers, Hypers]:
     """`split_steps`, for `Problem.beside`."""
     return split_steps(h, problem.steps)

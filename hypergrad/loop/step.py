@@ -6,7 +6,7 @@ integers that both directions recompute alike.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -62,6 +62,7 @@ class Rule:
     isolate: bool  # whether the gradient of the loss is; always, if not linear
     layout: Layout  # which parameter leaves are one "leaf" here
     transforms: tuple[Transform, ...] = ()  # what the gradient passes before the chain sees it
+    programs: Hashable = None  # what the functions of a rule that is not the library's compute today
 
     def bits(self, link: Link) -> tuple[int, ...]:
         return self.fraction_bits[self.chain.index(link)]

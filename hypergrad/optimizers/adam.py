@@ -25,9 +25,11 @@ def _step(h: View, z: View) -> Array:
 class Adam(Optimizer):
     """m <- b1 m + (1 - b1) g;  s <- b2 s + (1 - b2) g^2;  w <- w - a (m / c1) / (sqrt(s / c2) + eps), c_k = 1 - prod b_k.
 
-    learning_rate: a; b1, b2 in [2^-16, 1 - 2^-16], used as round(b 2^16) / 2^16, the products c_k over the steps of this
-    run; eps: outside of the root, as `optax.adam` with eps_root = 0. Each a scalar, a `PerStep`, an array of a parameter's
-    shape, or a pytree prefix of the parameters with such leaves. State: {"mean", "square": like params}.
+    learning_rate: a; b1, b2 in [2^-16, 1 - 2^-16], used as round(b 2^16) / 2^16, the products over the steps of this run
+    and of those that `state` comes from; eps: outside of the root, as `optax.adam` with eps_root = 0. Each a scalar, a
+    `PerStep`, an array of a parameter's shape, or a pytree prefix of the parameters with such leaves.
+    State: {"mean", "square": like params; "mean_weight", "square_weight": c_1, c_2, like b1 and b2 without their steps}.
+    Without the weights the products begin anew.
 
     Quanta (float32 parameters): increments of m are rounded to 2^-32 at worst, those of s to 2^-70, which adds up to a
     standard deviation of 1.5e-10 in m at b1 = 0.9 and of 5.5e-21 in s at b2 = 0.999 (about as much where weights have
@@ -43,12 +45,19 @@ class Adam(Optimizer):
     eps: Any = 1e-8
 
     chain = (_MEAN, _SQUARE, Link("params", _step))
+    weights = {"mean_weight": "b1", "square_weight": "b2"}
     entrywise = True
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
-        c1, c2 = _bias_correction(h["b1"], steps), _bias_correction(h["b2"], steps)
+        given = {key: value for key, value in h.items() if key not in self.weights}
+        c1, c2 = (_weight(h[decay], h.get(name), steps) for name, decay in self.weights.items())
         unbias = {"unbias_mean": 1 / c1, "unbias_square": 1 / c2, "unbias_root": 1 / jnp.sqrt(c2)}
-        return {**h, **unbias, "least": _least(h["b1"], h["b2"])}
+        return {**given, **unbias, "least": _least(h["b1"], h["b2"])}
+
+    def begin(self, h: dict[str, Array], z: dict[str, Array]) -> dict[str, Array]:
+        """Nothing is put back into an s that does not have the least already: it was not made from m by these decays."""
+        mean, square = (jax.lax.stop_gradient(z[name])[None] for name in ("mean", "square"))
+        return {**h, "least": jnp.where(jnp.sqrt(square) >= 0.999 * h["least"] * jnp.abs(mean), h["least"], 0)}
 
 
 class AdamW(Adam):
@@ -109,6 +118,12 @@ def _least(b1: Array, b2: Array) -> Array:
     fresh = jnp.max((1 - b1) ** 2 / (1 - b2), axis=0, keepdims=True)
     # What it replaces is noise, which has no derivative.
     return jax.lax.stop_gradient(jnp.sqrt(jnp.maximum(1 - kept, 0) / fresh))
+
+
+def _weight(b: Array, before: Array | None, steps: int) -> Array:
+    """1 - the product of b over all steps so far, and of those before this run: [steps | 1, ..] -> [steps, ..]"""
+    weight = _bias_correction(b, steps)
+    return weight if before is None else before + (1 - before) * weight
 
 
 @functools.partial(jax.jit, static_argnames="steps")

@@ -62,10 +62,13 @@ class Optimizer(eqx.Module):
     Each field is a scalar, a `PerStep`, an array of a parameter's shape, or a pytree prefix of the parameters with such
     leaves. `linear`: every gradient enters its increment linearly, with a factor made of hyperparameters alone
     (the reverse pass is then cheaper by one linearization). `entrywise`: what becomes of an entry depends on no other entry
-    of its leaf, nor on its shape (small leaves are then laid side by side: less to compile).
+    of its leaf, nor on its shape (small leaves are then laid side by side: less to compile). `weights`: what else than links
+    a run must know to go on where another ended, {entry of `state`: decay}: 1 - the product of that decay over all steps
+    before, which `prepare` finds in h where `state` has it.
     """
 
     chain: ClassVar[tuple[Link, ...]]
+    weights: ClassVar[Mapping[str, str]] = {}
     linear: ClassVar[bool] = False
     entrywise: ClassVar[bool] = False
 
@@ -90,6 +93,11 @@ class Optimizer(eqx.Module):
         [steps, *leaf shape]. Decays come as the exact n/d.
         """
         del steps
+        return h
+
+    def begin(self, h: dict[str, Array], z: dict[str, Array]) -> dict[str, Array]:
+        """What increments read as `h` where a run begins with a `state`; z: the initial values of the links, of one leaf."""
+        del z
         return h
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

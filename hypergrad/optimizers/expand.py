@@ -3,6 +3,7 @@
 Invariant: a prepared array has shape [steps | 1, 1.. | leaf shape], and every decay among them is an exact n/d.
 """
 
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad._programs import owned
 from hypergrad.errors import RangeError, decay_sentence
 from hypergrad.exact import (
     DEFERRED,
@@ -35,13 +37,13 @@ from hypergrad.schedules import PerStep, spread
 WIDE_RANGE_BITS = 8  # sums of squares up to 2^22 for float32 parameters
 
 
-def layout_of(optimizer: Optimizer, params: Any) -> Layout:
+def layout_of(optimizer: Optimizer, params: Any, weights: dict[str, Any] | None = None) -> Layout:
     """Small leaves of one dtype that share every hyperparameter lie side by side, if the optimizer is `entrywise`."""
     leaves = jax.tree.leaves(params)
     shapes = [x.shape for x in leaves]
     if not optimizer.entrywise:
         return separate(shapes)
-    columns = [_broadcast_prefix(name, given, params) for _, _, name, given in _fields(optimizer)]  # held: told apart by id
+    columns = [_broadcast_prefix(name, given, params) for _, _, name, given in _fields(optimizer, weights)]  # held: by id
     keys = [(x.dtype, *(_shared(column[i]) for column in columns)) for i, x in enumerate(leaves)]
     return together(shapes, keys)
 
@@ -54,7 +56,9 @@ def _shared(value: Any) -> Hashable:
     return id(value) if np.ndim(raw) == scalar else object()
 
 
-def expand(optimizer: Optimizer, params: Any, steps: int, layout: Layout) -> list[dict[str, Array]]:
+def expand(
+    optimizer: Optimizer, params: Any, steps: int, layout: Layout, weights: dict[str, Any] | None = None
+) -> list[dict[str, Array]]:
     """The hyperparameters of each vector of the layout, step axis first: {key: float [steps | 1, 1.. | vector's shape]}.
 
     The keys are those of `Optimizer.key`. Raises with the field, the leaf's path and both shapes where one does not fit.
@@ -62,7 +66,7 @@ def expand(optimizer: Optimizer, params: Any, steps: int, layout: Layout) -> lis
     leaves = layout.first(jax.tree_util.tree_leaves_with_path(params))
     expanded: list[dict[str, Array]] = [{} for _ in leaves]
     decays = {link.decay: link for link in optimizer.chain if link.decay}
-    for layer, field, name, given in _fields(optimizer):
+    for layer, field, name, given in _fields(optimizer, weights):
         key = layer.key(field)
         link = decays.get(field) if layer is optimizer.layers[-1] else None
         values = layout.first(_broadcast_prefix(name, given, params))
@@ -74,18 +78,45 @@ def expand(optimizer: Optimizer, params: Any, steps: int, layout: Layout) -> lis
     return expanded
 
 
-def _fields(optimizer: Optimizer) -> list[tuple[Optimizer, str, str, Any]]:
-    """Every hyperparameter: its layer, its field there, what users call it, and its value."""
+def _fields(optimizer: Optimizer, weights: dict[str, Any] | None) -> list[tuple[Optimizer, str, str, Any]]:
+    """Every hyperparameter: its layer, its field there, what users call it, its value; then the weights in `state`."""
     layers = [(f"optimizer.{'inner.' * depth}", layer) for depth, layer in enumerate(optimizer.layers)]
-    return [(x, field, f"{at}{field}", given) for at, x in layers for field, given in x.hyperparameters().items()]
+    own = [(x, field, f"{at}{field}", given) for at, x in layers for field, given in x.hyperparameters().items()]
+    return own + [(optimizer.layers[-1], name, f"state[{name!r}]", given) for name, given in (weights or {}).items()]
 
 
-def prepared(optimizer: Optimizer, params: Any, steps: int, layout: Layout) -> tuple[list[dict[str, Array]], frozenset[str]]:
+def weights_after(optimizer: Optimizer, weights: dict[str, Any], steps: int) -> dict[str, Any]:
+    """What `Optimizer.weights` come to, of the form of their decays without steps; weights: those that a run began with."""
+    rule = optimizer.layers[-1]
+    links = {link.decay: link for link in rule.chain if link.decay}
+    is_per_step = lambda x: isinstance(x, PerStep)  # noqa: E731
+
+    def after(decay: str, rho: Any, before: Any) -> Array:
+        per_step = is_per_step(rho)
+        x = owned(rho.values if per_step else rho)
+        x = _ratio(links[decay], x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+        product = jnp.prod(x, axis=0) if per_step else x**steps
+        return before + (1 - before) * (1 - product)
+
+    found = {}
+    for name, decay in rule.weights.items():
+        rho, before = _per_step_leaves(getattr(rule, decay)), weights.get(name, 0.0)
+        try:
+            before = jax.tree.broadcast(before, jax.tree.map(lambda _: 0, rho, is_leaf=is_per_step))
+        except ValueError:
+            rho = jax.tree.broadcast(rho, before, is_leaf=is_per_step)
+        found[name] = jax.tree.map(functools.partial(after, decay), rho, before, is_leaf=is_per_step)
+    return found
+
+
+def prepared(
+    optimizer: Optimizer, params: Any, steps: int, layout: Layout, weights: dict[str, Any] | None = None
+) -> tuple[list[dict[str, Array]], frozenset[str]]:
     """`expand` followed by the `prepare` of each layer, the rule's first, with every decay an exact n/d; and the decays that
     are fields still, as they were given."""
     decays = {link.decay: link for link in optimizer.chain if link.decay}
     result, given = [], frozenset(decays)
-    for fields in expand(optimizer, params, steps, layout):
+    for fields in expand(optimizer, params, steps, layout, weights):
         h = fields
         for layer in reversed(optimizer.layers):
             h = prepare(layer, h, steps)
@@ -190,9 +221,7 @@ def first_true(x: Array) -> Array:
 
 
 def _broadcast_prefix(name: str, value: Any, params: Any, of: str = "params") -> list[Any]:
-    is_per_step = lambda x: isinstance(x, PerStep)  # noqa: E731
-    value = spread(value)
-    value = jax.tree.map(lambda x: jax.tree.map(PerStep, x.values) if is_per_step(x) else x, value, is_leaf=is_per_step)
+    is_per_step, value = lambda x: isinstance(x, PerStep), _per_step_leaves(value)
     try:
         return jax.tree.leaves(jax.tree.broadcast(value, params, is_leaf=is_per_step), is_leaf=is_per_step)
     except ValueError as e:
@@ -204,6 +233,13 @@ def _broadcast_prefix(name: str, value: Any, params: Any, of: str = "params") ->
         ) from e
 
 
+def _per_step_leaves(value: Any) -> Any:
+    """A tree with `PerStep`s of single arrays."""
+    is_per_step = lambda x: isinstance(x, PerStep)  # noqa: E731
+    split = lambda x: jax.tree.map(PerStep, x.values) if is_per_step(x) else x  # noqa: E731
+    return jax.tree.map(split, spread(value), is_leaf=is_per_step)
+
+
 def _with_step_axis(where: str, value: Any, leaf: Array, steps: int, link: Link | None, owner: str = "parameter") -> Array:
     raw = value.values if isinstance(value, PerStep) else value
     if not eqx.is_array_like(raw) or not jnp.issubdtype(jnp.result_type(raw), jnp.number):
@@ -213,7 +249,7 @@ def _with_step_axis(where: str, value: Any, leaf: Array, steps: int, link: Link 
         raise TypeError(f"{where} must be real; got {describe(raw)}.")
     if link is not None and concrete(raw):
         _check_decay(where, np.asarray(raw), link, per_step=isinstance(value, PerStep))
-    x = jnp.asarray(raw).astype(compute_dtype(leaf))
+    x = owned(raw).astype(compute_dtype(leaf))
     if isinstance(value, PerStep):
         if x.ndim == 0 or x.shape[0] != steps:
             raise ValueError(f"{where} is hg.PerStep of shape {x.shape}; its leading axis must be steps={steps}.")
