@@ -121,7 +121,7 @@ def _there_and_back(problem: Problem, capacity: tuple[Any, ...], inputs: Inputs)
 
     def forward(consts: Any, state: Exact, x: Any) -> Any:
         prints = state_prints(problem, state), print_of(problem.batch(consts[-1], x[0]))
-        state, seen = train_step(problem, gradient, consts, state, x)
+        state, seen, _ = train_step(problem, gradient, consts, state, x)
         return state, (_Pass(*prints, seen), _largest(problem, state))
 
     def backward(consts: Any, state: Exact, x: Any) -> Any:

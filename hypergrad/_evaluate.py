@@ -19,8 +19,8 @@ from jax import Array
 
 from hypergrad import _programs as programs
 from hypergrad._door import calling, check_signature
-from hypergrad._report import ISOLATED, Ledger, listen
-from hypergrad.errors import BUFFER_FULL, REVERSAL, HypergradError, NonFiniteError
+from hypergrad._report import Ledger, listen
+from hypergrad.errors import BUFFER_FULL, ISOLATED, REVERSAL, HypergradError, NonFiniteError
 from hypergrad.hypers import hyper_path, natural
 
 
@@ -49,6 +49,7 @@ class Evaluation:
         self.objective = objective(train_fn, val_fn, monitor_fn)
         self.seeds, self.jit, self.ledger = seeds, jit, Ledger()
         self.programs: dict[Any, Any] = {}
+        self.noted = {-1}  # places that are too small, and known to be
 
     def __call__(self, learned: Any, fixed: Any, key: Array) -> tuple[Evaluated, HypergradError | None]:
         """The means, and what a seed failed of, if one did."""
@@ -56,6 +57,10 @@ class Evaluation:
         result, failure = self._evaluated(learned, fixed, key)
         if self.ledger.isolate and not isolated and failure is None:
             warnings.warn(ISOLATED, stacklevel=4)
+        for status in self.ledger.statuses:
+            if int(status.small) not in self.noted:
+                self.noted.add(int(status.small))
+                warnings.warn(status.notes()[-1], stacklevel=4)
         return result, failure
 
     def _evaluated(self, learned: Any, fixed: Any, key: Array) -> tuple[Evaluated, HypergradError | None]:

@@ -112,17 +112,11 @@ class _Report:
         return np.asarray(known.code == OK)
 
 
-ISOLATED = (
-    "XLA rounds a gradient of this loss otherwise beside its derivative than by itself. The run was reversed with the two "
-    "compiled apart, which is exact, and takes one more gradient a step, a fifth to a third more time. "
-    "adjoint=hg.Reversible(isolate=True) has it so from the start and without this warning."
-)
-
-
 def warn(status: Status) -> None:
     """Of what went well, and should be known."""
-    if np.any(status.isolated) and np.all(status.ok):
-        warnings.warn(ISOLATED, stacklevel=2)
+    for element in status.elements():
+        for note in element.notes() if element.ok else ():
+            warnings.warn(note, stacklevel=2)
 
 
 def mask(ok: Array, tree: Any) -> Any:

@@ -3,6 +3,8 @@
 Invariant: a run whose status is not OK returns NaN in every float it returns, whether or not it raises.
 """
 
+import math
+
 import equinox as eqx
 import jax
 import numpy as np
@@ -35,6 +37,12 @@ for _class in (HypergradError, ReversalError, RangeError, BufferFullError, NonFi
     _class.__module__ = "hypergrad"
     _class.__name__ = f"hypergrad.{_class.__name__}"  # XLA reports only this of an error raised in compiled code
 
+ISOLATED = (
+    "XLA rounds a gradient of this loss otherwise beside its derivative than by itself. The run was reversed with the two "
+    "compiled apart, which is exact, and takes one more gradient a step, a fifth to a third more time. "
+    "adjoint=hg.Reversible(isolate=True) has it so from the start and without this warning."
+)
+
 OK, DECAY, NON_FINITE, RANGE, BUFFER_FULL, REVERSAL = range(6)
 _CLASSES: dict[int, type[HypergradError]] = {
     DECAY: RangeError,
@@ -63,6 +71,8 @@ class Status(eqx.Module):
     names: tuple[str, ...] = eqx.field(static=True)
     limits: tuple[float, ...] = eqx.field(static=True)
     isolated: Array | bool = False  # whether the way back had to compute gradients apart, though nobody asked for it
+    small: Array | int = -1  # the place whose updates are so small that rounding to the grid shows; -1: none
+    quanta: Array | float = 0.0  # how many of the grid's quanta they are
 
     @property
     def ok(self) -> Array:
@@ -108,6 +118,21 @@ class Status(eqx.Module):
                     "hg.check_reversal(...) finds the step."
                 )
 
+    def notes(self) -> tuple[str, ...]:
+        """What should be known of a run that went well: a sentence each."""
+        found = []
+        if bool(self.isolated):
+            found.append(ISOLATED)
+        if int(self.small) >= 0:
+            shift = math.ceil(math.log2(2**16 / max(float(self.quanta), 2.0**-100)))
+            found.append(
+                f"{self.names[int(self.small)]} is too small for its fixed-point grid: it holds, or changes by, no more "
+                f"than {float(self.quanta):.2g} quanta, so that what is trained is a rounded version of this run. Count in "
+                f"other units: the loss times 2^{shift} (with the learning rate of SGD divided by it), or parameters that "
+                f"small times 2^{shift}. A finer grid, hg.Reversible(fraction_bits=...), goes up to 60 bits."
+            )
+        return tuple(found)
+
     def error(self) -> HypergradError:
         error = _CLASSES[int(self.code)](self.sentence())
         error.status = self
@@ -115,11 +140,15 @@ class Status(eqx.Module):
 
     def worst(self) -> "Status":
         """One element of a batched status: the first that failed, or else the one that needs most words."""
+        elements = self.elements()
+        failed = [x for x in elements if x.code != OK]
+        return failed[0] if failed else max(elements, key=lambda x: int(x.words))
+
+    def elements(self) -> list["Status"]:
+        """Those of a batched status."""
         leaves = np.broadcast_arrays(*(np.asarray(x) for x in jax.tree.leaves(self)))
-        flat = jax.tree.unflatten(jax.tree.structure(self), [x.reshape(-1) for x in leaves])
-        failed = np.flatnonzero(flat.code)
-        index = failed[0] if failed.size else np.argmax(flat.words)
-        return jax.tree.map(lambda x: x[index], flat)
+        rows = zip(*(x.reshape(-1) for x in leaves), strict=True)
+        return [jax.tree.unflatten(jax.tree.structure(self), row) for row in rows]
 
     def __repr__(self) -> str:
         if any(isinstance(x, jax.core.Tracer) or np.ndim(x) for x in jax.tree.leaves(self)):

@@ -71,11 +71,11 @@ def _forward_pass(problem: Problem, capacity: tuple[Any, ...] | None, inputs: In
     if problem.shelved and capacity is not None:
         shelves = {name: [shelf.Shelf() for _ in leaves] for name, leaves in plan.items()}
         pause, capacity = shelf.keep(plan, shelves), None
-        end, seen = forward(problem, inputs, state, shelf.unslotted(turns_of(plan)), pause)
+        end, seen, sizes = forward(problem, inputs, state, shelf.unslotted(turns_of(plan)), pause)
         end = shelf.shelved(end, plan, shelves)
     else:
-        end, seen = forward(problem, inputs, state, turns_of(plan))
-    outcome = problem.beside(_outcome, inputs.values, inputs.h, plan, end.z, seen.losses, static=(capacity,))
+        end, seen, sizes = forward(problem, inputs, state, turns_of(plan))
+    outcome = problem.beside(_outcome, inputs.values, inputs.h, plan, end.z, seen.losses, sizes, static=(capacity,))
     return outcome, end, seen.batches
 
 
@@ -83,8 +83,10 @@ def _begin(problem: Problem, capacity: tuple[Any, ...] | None, values: Any, h: A
     return schedules(problem, h), begun(problem, values, _words(problem, capacity))
 
 
-def _outcome(problem: Problem, capacity: Any, values: Any, h: Any, plan: Any, z: Any, losses: Array) -> Outcome:
-    status = assess(problem, values, h, plan, z, losses, _words(problem, capacity))
+def _outcome(
+    problem: Problem, capacity: Any, values: Any, h: Any, plan: Any, z: Any, losses: Array, sizes: Array
+) -> Outcome:
+    status = assess(problem, values, h, plan, z, losses, _words(problem, capacity), sizes)
     return Outcome({link.name: rule.decoded(z, link) for rule, link, _ in problem.links(h)}, losses, status)
 
 

@@ -133,7 +133,8 @@ def _certificate(forward: Status, back: Back) -> Status:
     reversal = jnp.where(back.found.all(), OK, REVERSAL).astype(jnp.int32)
     place = jnp.where(forward.ok, first_true(~back.found.reshape(-1)), forward.place)
     code = jnp.where(forward.ok, reversal, forward.code)
-    return dataclasses.replace(forward, code=code, place=place, isolated=back.doubted)
+    # What else there is to know of the run has been said on the way out.
+    return dataclasses.replace(forward, code=code, place=place, isolated=back.doubted, small=jnp.int32(-1))
 
 
 def _is_zero(x: Any) -> bool:

@@ -20,6 +20,7 @@ from hypergrad.adjoints.second_order import accumulator
 from hypergrad.exact import decode, substitute
 from hypergrad.loop.drivers import in_kernels
 from hypergrad.loop.problem import Inputs, Problem, begun, join_steps, schedules, split_steps, turns_of
+from hypergrad.loop.small import sizes
 from hypergrad.loop.status import Outcome, assess
 from hypergrad.loop.step import Exact, Values, advance, increment, increments, isolated, transformed
 from hypergrad.optimizers.chain import PARAMS
@@ -94,7 +95,7 @@ def _training(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outc
             batch = problem.batch(inputs.frozen, t)
             theta = [x.astype(like.dtype) for x, like in zip(wide_theta, inputs.theta, strict=True)]
             value, g, seen = _same_bits(t, problem.gradient, rule.layout.split(w), theta, inputs.frozen, batch)
-            g = problem.joined(t, g)
+            gradient = g = problem.joined(t, g)
             if rule.transforms:
                 wide_w = [substitute(*a) for a in zip(shadow[PARAMS], rule.floats(state.z, rule.chain[-1]), strict=True)]
                 g = _same_bits(t, functools.partial(transformed, rule), h, wide_w, g)
@@ -109,7 +110,7 @@ def _training(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outc
                 rho = [hj[link.decay] if link.decay else 1 for hj in part]
                 real = [r * s + u for r, s, u in zip(rho, shadow[link.name], updates, strict=True)]
                 shadow = {**shadow, link.name: [substitute(*a) for a in zip(real, floats, strict=True)]}
-            return (state, shadow), value
+            return (state, shadow), (value, sizes(t, _stopped(gradient)))
 
         first = {
             link.name: [
@@ -121,11 +122,11 @@ def _training(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outc
             for owner, link, _ in problem.links(inputs.h)
         }
         xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns_of(plan))
-        (end, shadow), losses = scan(body, (state, first), xs)
+        (end, shadow), (losses, seen) = scan(body, (state, first), xs)
         values = {**shadow, PARAMS: []}
         for s, d in zip(shadow[PARAMS], rule.decoded(end.z, rule.chain[-1]), strict=True):
             values[PARAMS].append(substitute(s.astype(d.dtype), d))
-        status = assess(problem, inputs.values, inputs.h, plan, end.z, losses, capacity)
+        status = assess(problem, inputs.values, inputs.h, plan, end.z, losses, capacity, seen)
         return Outcome(values, losses, jax.lax.stop_gradient(status))
 
 

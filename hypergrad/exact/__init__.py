@@ -25,6 +25,7 @@ from hypergrad.exact.grid import encode as encode
 from hypergrad.exact.grid import grid_range as grid_range
 from hypergrad.exact.grid import subtract as subtract
 from hypergrad.exact.grid import widen as widen
+from hypergrad.exact.limbs import LOW_BITS as LOW_BITS
 from hypergrad.exact.limbs import WIDE_DENOMINATOR as WIDE_DENOMINATOR
 from hypergrad.exact.limbs import Scaled as Scaled
 from hypergrad.exact.limbs import Value as Value

@@ -10,6 +10,7 @@ from jax import Array
 from hypergrad.errors import BUFFER_FULL, DECAY, NON_FINITE, OK, RANGE, Status
 from hypergrad.exact import PUBLIC_WORD_BITS, STEPS, WORD_BITS, Schedule, first_lost
 from hypergrad.loop.problem import Problem
+from hypergrad.loop.small import Small, too_small
 from hypergrad.loop.step import Hypers, Values
 from hypergrad.optimizers.expand import first_bad_decay, first_true
 
@@ -30,17 +31,21 @@ def assess(
     end: Values,
     losses: Array,
     capacity: dict[str, int | None],
+    sizes: Array | None = None,
 ) -> Status:
-    """The first thing that went wrong, or OK. Call it inside `jax.enable_x64(True)`. end: the last integers of all links."""
+    """The first thing that went wrong, or OK. Call it inside `jax.enable_x64(True)`. end: the last integers of all links;
+    sizes: of gradients, as `hypergrad.loop.small` takes them."""
     found = [_decays(problem, h), _values(problem, end, losses), _words(plan, capacity)]
     code, step, place, value = functools.reduce(_first, [x for x in found if x is not None])
     bits, ideal = _bits(problem, values, h, plan)
     words = -(-most_words(plan) * WORD_BITS // PUBLIC_WORD_BITS)
+    nothing = Small(jnp.int32(-1), jnp.float32(0))
+    small = nothing if sizes is None else too_small(problem, values, h, end, sizes)
     as_int = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
     as_float = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
     return Status(
         as_int(code), as_int(step), as_int(place), as_float(value), words, as_float(bits), as_float(ideal),
-        problem.labels.places, problem.labels.limits,
+        problem.labels.places, problem.labels.limits, jnp.bool_(False), *small,
     )  # fmt: skip
 
 
