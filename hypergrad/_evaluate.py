@@ -58,7 +58,7 @@ class Evaluation:
         if self.ledger.isolate and not isolated and failure is None:
             warnings.warn(ISOLATED, stacklevel=4)
         for status in self.ledger.statuses:
-            if int(status.small) not in self.noted:
+            if status.ok and int(status.small) not in self.noted:
                 self.noted.add(int(status.small))
                 warnings.warn(status.notes()[-1], stacklevel=4)
         return result, failure

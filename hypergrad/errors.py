@@ -110,12 +110,12 @@ class Status(eqx.Module):
                 )
             case _:
                 return (
-                    f"the reversed run did not return to the initial bits of {where}, so its derivative is not that of "
-                    "this training run. The gradients differed between the two passes: either `batches` gives another "
-                    "batch the second time (it must be a pure function of t), or the loss is not deterministic on this "
-                    "device, or the compiler rounded something otherwise: a gradient (hg.Reversible(isolate=True) has them "
-                    "compiled apart), or an increment of an optimizer of your own (hg.testing.check_optimizer). "
-                    "hg.check_reversal(...) finds the step."
+                    f"the reversed run did not return to the initial bits of {where}, so its derivative would not be that "
+                    "of this training run. Unless isolate=False was passed, it was tried with gradients compiled apart from "
+                    "their derivatives too. So something else differed between the passes: an increment of an optimizer of "
+                    "your own (hg.testing.check_optimizer), a sum that this device adds up in no fixed order, or a batch "
+                    "that is another one the second time. hg.check_reversal(...) names the step, the place and the cause; "
+                    "hg.Checkpointed() and hg.Unrolled() reverse nothing."
                 )
 
     def notes(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ STEPS = 12
 
 
 @pytest.mark.of_bits
+@pytest.mark.filterwarnings("ignore:.*too small for its fixed-point grid")
 @pytest.mark.parametrize("b", [0.0, jnp.zeros(200)], ids=["shared", "of each weight's own"])
 def test_second_moments_lost_in_noise_do_not_blow_up_a_step(b: Any) -> None:
     """Gradients from far below the quanta to far above, and an eps that hides nothing."""
@@ -32,6 +33,7 @@ def test_second_moments_lost_in_noise_do_not_blow_up_a_step(b: Any) -> None:
     assert 1 < np.abs(np.diff(way, axis=0)).max() <= (1 - 0.9) / np.sqrt(1 - 0.999), "more than Adam's own bound"
 
 
+@pytest.mark.filterwarnings("ignore:.*too small for its fixed-point grid")
 @pytest.mark.parametrize("b2", [0.999, 0.9], ids=["the mean bounded", "nothing bounds it"])
 def test_where_second_moments_are_lost_the_derivative_is_that_of_the_mean(b2: float) -> None:
     """w <- w - a g / eps, as g^2 is far below the quanta: any root but zero there would show."""
@@ -123,6 +125,7 @@ def test_blank_data_has_its_derivative(dtype: Any) -> None:
     np.testing.assert_allclose(jax.grad(end)(jnp.zeros(2)), -8 * rate / eps, rtol=1e-2)
 
 
+@pytest.mark.filterwarnings("ignore:.*too small for its fixed-point grid")
 @pytest.mark.parametrize("rule", [hg.Adam(1e-3), hg.AdamW(1e-3)], ids=["Adam", "AdamW"])
 def test_small_gradients_have_a_square_from_the_first_steps(rule: Any) -> None:
     """1e-8, of which s gets 1e-19: on a low limb of 32 bits, quanta that wait for a slow decay would drop it."""

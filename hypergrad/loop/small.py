@@ -47,13 +47,13 @@ def too_small(problem: Problem, values: Values, h: Hypers, end: Values, seen: Ar
         filled = [jnp.full(x.shape, found[j], rule.dtypes[j]) for j, x in enumerate(values[PARAMS])]
         rows.append(largest([increment(link, middle[j], read[j], filled[j]) for j in rule.leaves]) / quanta_of(rule, link))
     updates = jnp.stack(rows)
-    few = (updates < ENOUGH) & (found > 0)
+    few = (updates < ENOUGH) & (updates > 0)  # a learning rate of 0 moves nothing, and means it
     counts = (few & (first > 0) & (moved > first / ENOUGH)) | (few & few.any(axis=0).all())
     size = jnp.maximum(first, largest(last)) / quanta_of(rule, rule.chain[-1])
     quanta = jnp.concatenate([updates.reshape(-1), size])
     counts = jnp.concatenate([counts.reshape(-1), (size < ENOUGH) & (first > 0)])
     index = jax.lax.argmin(jnp.where(counts, quanta, jnp.inf), 0, jnp.int32)
-    return Small(jnp.where(counts.any(), _places(rule)[index], -1), quanta[index])
+    return Small(jnp.where(counts.any(), _places(rule)[index], -1), jnp.where(counts.any(), quanta[index], 0))
 
 
 def largest(leaves: list[Array]) -> Array:
