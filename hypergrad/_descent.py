@@ -5,10 +5,8 @@ Invariant: a `Descent` made of the same arguments has the same `fingerprint`, in
 
 import hashlib
 import re
-import weakref
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,8 +37,6 @@ class Descent:
 
     def __init__(self, meta_optimizer: optax.GradientTransformation, evaluation: Evaluation) -> None:
         self.meta_optimizer, self.evaluation = optax.with_extra_args_support(meta_optimizer), evaluation
-        self_ = weakref.ref(self)  # no cycle: the number of a ledger that is let go can be given again
-        self.update = eqx.filter_jit(lambda *arguments: self_()._update(*arguments))  # type: ignore[union-attr]
 
     def start(self, learned: Any) -> Point:
         return Point(learned, self.meta_optimizer.init(learned))
@@ -54,8 +50,9 @@ class Descent:
         """One update; a line search evaluates in it, and what fails there is a value that it turns away from."""
         ledger = self.evaluation.ledger
         ledger.clear()
+        arguments = point, fixed, evaluated.value, evaluated.grads, key
         with listen(ledger):
-            after = jax.block_until_ready(self.update(point, fixed, evaluated.value, evaluated.grads, key))
+            after = jax.block_until_ready(self.evaluation.compiled(self._update, *arguments)(*arguments))
         return self(point, fixed, evaluated, key) if self.evaluation.grown() else after
 
     def _update(self, point: Point, fixed: Any, value: Array, grads: Any, key: Array) -> Point:

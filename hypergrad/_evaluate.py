@@ -81,19 +81,19 @@ class Evaluation:
         size = -(-self.seeds // (2 * workers)) if workers > 1 else self.seeds
         padded = keys[np.arange(-(-self.seeds // size) * size) % self.seeds]
         groups = [padded[i : i + size] for i in range(0, len(padded), size)]
-        run = self._compiled(learned, fixed, groups[0])
+        run = self.compiled(self._group, learned, fixed, groups[0])  # here: settings of JAX are the thread's own
         if len(groups) == 1:
             return [run(learned, fixed, groups[0])]
         with ThreadPoolExecutor(workers) as pool:
             return list(pool.map(lambda group: jax.block_until_ready(run(learned, fixed, group)), groups))
 
-    def _compiled(self, *arguments: Any) -> Any:
-        """The program of one group, for arguments like these. Compiled here: settings of JAX are the thread's own."""
+    def compiled(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The program of a function of this evaluation, for arguments like these."""
         leaves, tree = jax.tree.flatten(arguments)
-        like = tree, tuple(jax.typeof(x) if eqx.is_array(x) else x for x in leaves)
+        like = function.__name__, tree, tuple(jax.typeof(x) if eqx.is_array(x) else x for x in leaves)
         if like not in self.programs:
             arrays, static = eqx.partition(arguments, eqx.is_array)
-            run = programs.ahead(lambda arrays: self._group(*eqx.combine(arrays, static)), arrays)
+            run = programs.ahead(lambda arrays: function(*eqx.combine(arrays, static)), arrays)
             self.programs[like] = lambda *arguments: run(eqx.filter(arguments, eqx.is_array))
         return self.programs[like]
 

@@ -5,6 +5,7 @@ over are no part of a program: they are its arguments, and nothing here keeps th
 """
 
 import collections
+import contextvars
 import functools
 import pathlib
 import threading
@@ -105,6 +106,8 @@ _LOCK = threading.Lock()
 def kept(key: Hashable, make: Callable[[], Any]) -> Any:
     """What `make` made at the first call with this key, and this setting of how hard XLA should try."""
     key = key, jax.config.read("jax_disable_most_optimizations")
+    if _USED.get() is not None:
+        _USED.get().append(key)
     with _LOCK:
         if key not in _PROGRAMS:
             _PROGRAMS[key] = make()
@@ -112,6 +115,26 @@ def kept(key: Hashable, make: Callable[[], Any]) -> Any:
                 _PROGRAMS.popitem(last=False)
         _PROGRAMS.move_to_end(key)
         return _PROGRAMS[key]
+
+
+_USED: contextvars.ContextVar[Any] = contextvars.ContextVar("used", default=None)
+
+
+def forgettable(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    """(function(), what lets go of all programs that it found)."""
+    used: list[Hashable] = []
+    token = _USED.set(used)
+    try:
+        result = function()
+    finally:
+        _USED.reset(token)
+
+    def forget() -> None:
+        with _LOCK:
+            for key in used:
+                _PROGRAMS.pop(key, None)
+
+    return result, forget
 
 
 # Of the memory maps that Linux allows a process. Every kernel takes three, and LLVM ends the process where there are no

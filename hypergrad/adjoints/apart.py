@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import jaxpr_as_fun
 
+from hypergrad import _programs as programs
 from hypergrad._report import current_ledger
 from hypergrad.loop.functions import Functions
 from hypergrad.loop.problem import Problem
@@ -48,13 +49,14 @@ def remember(problem: Problem) -> None:
 def known(problem: Problem, run: Callable[[Problem], Any]) -> Any:
     """`run`, which gives a `Back` of known values; if that is not found, once more with gradients apart."""
     problem = remembered(problem)
-    back = run(problem)
+    back, forget = programs.forgettable(lambda: run(problem))
     if back.found.all() or not open_to_doubt(problem):
         return back
     second = run(problem.isolated())
     if not second.found.all():
         return back
     remember(problem)
+    forget()
     return second._replace(doubted=jnp.bool_(True))
 
 

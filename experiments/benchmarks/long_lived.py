@@ -1,13 +1,14 @@
-"""Memory maps: how many a compiled hypergradient takes of those that Linux allows a process, and whether they come back.
+"""A process that lives long: the memory maps that programs take, of those that Linux allows, and whether memory comes back.
 
-    python -m experiments.benchmarks.memory_maps [--tree PATH] [--programs 500] [--skip-models]
+    python -m experiments.benchmarks.long_lived [--programs 500] [--trials 200] [--skip-models] [--tree PATH]
 
-The first table has the maps that one more program takes in a process where others ran before, for six models: the unroll by
+The table has the maps that one more program takes in a process where others ran before, for six models: the unroll by
 `jax.grad` under `jax.jit`, `hg.Reversible` under `jax.jit` and eagerly, `hg.optimize`. Then many different programs in one
-process, eagerly and under `jax.jit`; without limit LLVM ends such a process with "Cannot allocate memory". Exit status 1 if
-a program takes more than three times the unroll's, or if maps keep growing.
+process, eagerly and under `jax.jit`; without limit LLVM ends such a process with "Cannot allocate memory". Then trials, each
+with a loss of its own that closes over 4 MB of data. Exit status 1 if a program takes more than three times the unroll's, if
+maps keep growing, or if a trial's loss or memory stays.
 
---tree: the models alone with the library of another checkout, to compare.
+--tree: the models alone, with the library of another checkout, to compare.
 """
 
 import argparse
@@ -15,14 +16,17 @@ import functools
 import gc
 import itertools
 import math
+import os
 import pathlib
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import hypergrad as hg
 from experiments.benchmarks import opponents
@@ -110,7 +114,7 @@ def table(tree: str) -> bool:
 
 def in_process(*arguments: str, tree: str = "") -> str:
     first = f"sys.path.insert(0, {tree!r}); import hypergrad; del sys.path[0]" if tree else ""
-    command = ["import sys", first, "from experiments.benchmarks import memory_maps", "sys.exit(memory_maps.main())"]
+    command = ["import sys", first, "from experiments.benchmarks import long_lived", "sys.exit(long_lived.main())"]
     program = [sys.executable, "-c", "; ".join(filter(None, command)), *arguments]
     return subprocess.run(program, check=True, stdout=subprocess.PIPE, text=True).stdout
 
@@ -140,9 +144,49 @@ def one_process(programs: int) -> bool:
     return most < 0.75 * limit
 
 
+class Loss:
+    """A loss of a trial's own: an object that can be asked whether it still lives."""
+
+    def __init__(self, seed: int) -> None:
+        self.data = jnp.asarray(np.random.default_rng(seed).normal(size=2**20), jnp.float32)
+
+    def __call__(self, w: Any, strength: Any, _: Any) -> jax.Array:
+        return jnp.sum((w - self.data[:8]) ** 2) + strength * jnp.mean(self.data * w[0])
+
+
+def trial(seed: int) -> weakref.ref[Loss]:
+    loss = Loss(seed)
+    train = lambda h, key: hg.train(loss, jnp.zeros(8), hg.SGD(h["rate"]), hg.full_batch(0.0), theta=h["l2"], steps=8).params  # noqa: E731
+    hypers = {"rate": hg.positive(0.1), "l2": hg.positive(0.1)}
+    hg.optimize(train, lambda w: jnp.sum(w**2), hypers, meta_steps=2)
+    return weakref.ref(loss)
+
+
+def many_trials(trials: int) -> bool:
+    """Whether no loss lives on, and the process stays as large as it was after the first tenth."""
+    alive, sizes = [], []
+    for i in range(trials):
+        alive.append(trial(i))
+        gc.collect()
+        sizes.append(resident())
+        if (i + 1) % 25 == 0 or i + 1 == trials:
+            living = sum(loss() is not None for loss in alive)
+            print(
+                f"{i + 1:4d} trials: {living} losses alive, {sizes[-1] / 2**20:.0f} MiB resident, {maps()} maps", flush=True
+            )
+    growth = sizes[-1] - sizes[trials // 10]
+    print(f"grown by {growth / 2**20:.1f} MiB since trial {trials // 10}; their data are {4 * trials} MiB")
+    return not any(loss() for loss in alive) and growth < 2**20 * trials / 10
+
+
+def resident() -> int:
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=500)
+    parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--tree", default="", help="a checkout whose library is measured in place of this one")
     parser.add_argument("--skip-models", action="store_true")
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "ROAD"), help=argparse.SUPPRESS)
@@ -150,8 +194,10 @@ def main() -> int:
     if arguments.one:
         print(of_model(*arguments.one))
         return 0
-    fine = arguments.skip_models or table(arguments.tree)
-    return 0 if (arguments.tree or one_process(arguments.programs)) and fine else 1
+    fine = [arguments.skip_models or table(arguments.tree)]
+    if not arguments.tree:
+        fine += [one_process(arguments.programs), many_trials(arguments.trials)]
+    return 0 if all(fine) else 1
 
 
 if __name__ == "__main__":
