@@ -49,7 +49,7 @@ class Evaluation:
         self.objective = objective(train_fn, val_fn, monitor_fn)
         self.seeds, self.jit, self.ledger = seeds, jit, Ledger()
         self.programs: dict[Any, Any] = {}
-        self.noted = {-1}  # places that are too small, and known to be
+        self.noted: set[Any] = set()  # what has been warned of: once in a meta-loop
 
     def __call__(self, learned: Any, fixed: Any, key: Array) -> tuple[Evaluated, HypergradError | None]:
         """The means, and what a seed failed of, if one did."""
@@ -58,9 +58,11 @@ class Evaluation:
         if self.ledger.isolate and not isolated and failure is None:
             warnings.warn(ISOLATED, stacklevel=4)
         for status in self.ledger.statuses:
-            if status.ok and int(status.small) not in self.noted:
-                self.noted.add(int(status.small))
-                warnings.warn(status.notes()[-1], stacklevel=4)
+            about = int(status.small), bool(status.faint > 0), bool(status.isolated)
+            if status.ok and about not in self.noted:
+                self.noted.add(about)
+                for note in status.notes():
+                    warnings.warn(note, stacklevel=4)
         return result, failure
 
     def _evaluated(self, learned: Any, fixed: Any, key: Array) -> tuple[Evaluated, HypergradError | None]:

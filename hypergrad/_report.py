@@ -77,7 +77,8 @@ def surface(status: Status, throw: bool) -> Array:
             ledger.record(status, throw)
         if throw and int((worst := status.worst()).code) != OK:
             raise worst.error()
-        warn(status)
+        if ledger is None:
+            warn(status)
         return jnp.asarray(status.ok)
     if not throw and ledger is None:
         return status.ok

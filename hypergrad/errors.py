@@ -73,6 +73,7 @@ class Status(eqx.Module):
     isolated: Array | bool = False  # whether the way back had to compute gradients apart, though nobody asked for it
     small: Array | int = -1  # the place whose updates are so small that rounding to the grid shows; -1: none
     quanta: Array | float = 0.0  # how many of the grid's quanta they are
+    faint: Array | float = 0.0  # the largest derivative in float16 results, where it has lost digits; 0: it has not
 
     @property
     def ok(self) -> Array:
@@ -130,6 +131,14 @@ class Status(eqx.Module):
                 f"than {float(self.quanta):.2g} quanta, so that what is trained is a rounded version of this run. Count in "
                 f"other units: the loss times 2^{shift} (with the learning rate of SGD divided by it), or parameters that "
                 f"small times 2^{shift}. A finer grid, hg.Reversible(fraction_bits=...), goes up to 60 bits."
+            )
+        if float(self.faint) > 0:
+            shift = math.ceil(-math.log2(float(self.faint)))
+            found.append(
+                f"the derivative of the value in the trained parameters is at most {float(self.faint):.2g}. They are "
+                "float16, which has few digits for numbers below 6e-5 and none below 6e-8, and JAX has rounded it before "
+                f"hypergrad sees it. Count the value in larger units: differentiate it times 2^{shift}, and divide the "
+                "result; or make the parameters float32, and cast them in the loss."
             )
         return tuple(found)
 

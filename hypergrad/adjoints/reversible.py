@@ -19,7 +19,7 @@ from hypergrad.loop.forward import Seen
 from hypergrad.loop.problem import Inputs, Problem
 from hypergrad.loop.status import Outcome
 from hypergrad.loop.step import Exact
-from hypergrad.optimizers.chain import STATISTICS
+from hypergrad.optimizers.chain import PARAMS, STATISTICS
 from hypergrad.optimizers.expand import concrete, first_true
 
 
@@ -117,7 +117,7 @@ def _run_bwd(problem: Problem, capacity: int | None, residuals: Residuals, ct: O
     followed = not all(map(_is_zero, ct.values.get(STATISTICS, ())))
     wanted = Wanted(residuals.theta.values, followed)
     back = run_backward(problem, wanted, inputs, residuals.end, residuals.seen, dvalues, dlosses)
-    status = _certificate(residuals.status, back)
+    status = _certificate(residuals.status, back, _faint(dvalues[PARAMS]))
     if problem.watch:
         trace(status, residuals.seen.losses, **back.watched)
     ok = surface(status, problem.throw)
@@ -128,13 +128,22 @@ def _run_bwd(problem: Problem, capacity: int | None, residuals: Residuals, ct: O
 _run.defvjp(_run_fwd, _run_bwd, symbolic_zeros=True)
 
 
-def _certificate(forward: Status, back: Back) -> Status:
+def _certificate(forward: Status, back: Back, faint: Array) -> Status:
     """The forward pass's status, or else whether the way back was exact: what failed on the way out cannot return."""
     reversal = jnp.where(back.found.all(), OK, REVERSAL).astype(jnp.int32)
     place = jnp.where(forward.ok, first_true(~back.found.reshape(-1)), forward.place)
     code = jnp.where(forward.ok, reversal, forward.code)
     # What else there is to know of the run has been said on the way out.
-    return dataclasses.replace(forward, code=code, place=place, isolated=back.doubted, small=jnp.int32(-1))
+    return dataclasses.replace(forward, code=code, place=place, isolated=back.doubted, small=jnp.int32(-1), faint=faint)
+
+
+def _faint(cotangents: list[Array]) -> Array:
+    """The largest entry, if it is of a type that has fewer exponents than float32, and below its normal numbers; else 0."""
+    narrow = [x for x in cotangents if jnp.finfo(x.dtype).tiny > jnp.finfo(jnp.float32).tiny and x.size]
+    if not narrow:
+        return jnp.float32(0)
+    largest = jnp.stack([jnp.max(jnp.abs(x)).astype(jnp.float32) for x in narrow]).max()
+    return jnp.where(largest < max(float(jnp.finfo(x.dtype).tiny) for x in narrow), largest, 0)
 
 
 def _is_zero(x: Any) -> bool:
