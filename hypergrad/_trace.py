@@ -3,11 +3,14 @@
 Invariant: each function is called here, when training is entered, and never again.
 """
 
+import contextlib
+import dataclasses
 import functools
 import inspect
 import os
 import pathlib
-from collections.abc import Callable, Hashable
+import types
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -19,7 +22,7 @@ from jax.extend.core import Jaxpr, Primitive, primitives
 from hypergrad import _door as door
 from hypergrad import _programs as programs
 from hypergrad._closures import name_in, name_of
-from hypergrad._program_keys import array_key, equations
+from hypergrad._program_keys import Key, array_key, equations
 from hypergrad._programs import Program
 from hypergrad.loop.functions import Frozen, Functions
 from hypergrad.loop.step import Hypers, Rule, Values, increment
@@ -70,7 +73,7 @@ def trace(loss: Callable[..., Any], params: Any, theta: Any, batches: Any) -> Tr
         _rules(loss, program, of_loss, arguments),
         symmetric=_symmetric(program.jaxpr),
         narrow=_narrow(program.jaxpr),
-        collective=any(type(effect).__name__ == "NamedAxisEffect" for effect in program.jaxpr.effects),
+        collective=_collective(program) or _collective(batch),
         sure=not any("callback" in e.primitive.name or e.primitive.name == "ffi_call" for e in equations(batch.jaxpr)),
     )
     floats = [*theta_floats, *(x for x, traced in zip(of_loss, captured, strict=True) if traced)]
@@ -102,24 +105,30 @@ def _paths(name: str, tree: Any, chosen: Callable[[Any], bool]) -> list[str]:
     return [name + jax.tree_util.keystr(path) for path, x in leaves if chosen(x)]
 
 
-def rule_programs(optimizer: Optimizer, rule: Rule, values: Values, h: Hypers) -> Hashable:
-    """What the functions of an optimizer that is not the library's compute, to be compared; None if there are none.
+def rule_programs(optimizer: Optimizer, rule: Rule, values: Values, h: Hypers) -> Rule:
+    """The rule, with what the functions of an optimizer that is not the library's compute, to be compared.
 
-    values: initial ones; h: of one step. Such a function may read something else today, like a loss; but nothing is
-    differentiated in what it reads from outside.
+    values: initial ones; h: of one step. Such a function, or a derivative rule that it uses, may read something else today,
+    like a loss; but nothing is differentiated in what it reads from outside.
     """
     wide = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(values[PARAMS], rule.dtypes, strict=True)]
     found: list[Hashable] = []
+    collective = False
 
     def note(what: str, function: Callable[..., Any], held_by: Any, *args: Any) -> None:
+        nonlocal collective
         program, held = programs.trace(function, *args)
+        collective |= _collective(program)
+        key: Hashable = program.key
+        if any(map(_own_rule, equations(program.jaxpr))):
+            key, held = _derived(function, args) or (object(), held)
         for x in held:
             if isinstance(x, jax.core.Tracer):
                 raise ValueError(
                     f"{what} reads the traced value {name_in(held_by, x)} from outside, whose derivative would be lost. "
                     "Make it a hyperparameter: a field of the optimizer."
                 )
-        found.append((program.key, tuple(array_key(x) for x in held)))
+        found.append((key, tuple(array_key(x) for x in held)))
 
     for own, link in zip(optimizer.layers[-1].chain, rule.chain, strict=True):
         for j in rule.leaves if _foreign(own.increment) else ():
@@ -129,7 +138,7 @@ def rule_programs(optimizer: Optimizer, rule: Rule, values: Values, h: Hypers) -
     for transform in rule.transforms:
         if _foreign(transform.function):
             note(f"the transformation {transform.name}", transform.__call__, transform.function, h, wide, wide)
-    return tuple(found) or None
+    return dataclasses.replace(rule, programs=tuple(found) or None, collective=collective)
 
 
 def _foreign(function: Any) -> bool:
@@ -145,28 +154,43 @@ def _rules(loss: Any, program: Program, constants: list[Any], arguments: Any) ->
     if not any(map(_own_rule, equations(program.jaxpr))):
         return None
 
-    def value(w: list[Array], theta: list[Array], *rest: Any) -> Array:
-        return jax.tree.leaves(program(constants, w, theta, *rest))[0]
+    def values(w: list[Array], theta: list[Array], constants: list[Any], *rest: Any) -> list[Array]:
+        return jax.tree.leaves(program(constants, w, theta, *rest))  # the loss, and the evidence beside it
 
-    gradient = jax.grad(value)
+    w, theta, *rest = arguments
+    found, held = _derived(values, (w, theta), constants, *rest) or (object(), [])  # which is never the same again
+    for x in held:  # by rules: the constants of the loss are arguments here
+        if isinstance(x, jax.core.Tracer):
+            raise ValueError(
+                f"a derivative rule that `loss` ({name_of(loss)}) uses closes over the traced value {name_in(loss, x)}, "
+                "whose derivative would be lost. Pass it to the function that has the rule as one of its arguments."
+            )
+    return found, tuple(array_key(x) for x in held)
 
-    def second_order(w: list[Array], theta: list[Array], *rest: Any) -> Any:
-        return jax.vjp(lambda w, theta: gradient(w, theta, *rest), w, theta)[1](w)
 
-    for order in (second_order, gradient):
-        try:
-            found, held = programs.trace(order, *arguments)
-        except Exception:  # whoever asks for this derivative is told; training alone does not need it
-            continue
-        held = [x for x in held if all(x is not known for known in constants)]
-        for x in held:
-            if isinstance(x, jax.core.Tracer):
-                raise ValueError(
-                    f"a derivative rule that `loss` ({name_of(loss)}) uses closes over the traced value {name_in(loss, x)}, "
-                    "whose derivative would be lost. Pass it to the function that has the rule as one of its arguments."
-                )
-        return found.key, tuple(array_key(x) for x in held)
-    return object()  # never the same again
+def _derived(function: Callable[..., Any], along: tuple[Any, ...], *rest: Any) -> tuple[Key, list[Any]] | None:
+    """What the derivatives of function(*along, *rest) compute, to the second order if there is one, and what they hold.
+
+    None: it has no derivative. Who asks for it will be told; training alone does not need it.
+    """
+
+    def first(along: tuple[Any, ...], *rest: Any) -> Any:
+        out, pull = jax.vjp(lambda along: function(*along, *rest), along)
+        return pull(out)
+
+    def second(along: tuple[Any, ...], *rest: Any) -> Any:
+        out, pull = jax.vjp(lambda along: first(along, *rest), along)
+        return pull(out)
+
+    for order in (second, first):
+        with contextlib.suppress(Exception):
+            program, held = programs.trace(order, along, *rest)
+            return program.key, held
+    return None
+
+
+def _collective(program: Program) -> bool:
+    return any(type(effect).__name__ == "NamedAxisEffect" for effect in program.jaxpr.effects)
 
 
 def _own_rule(equation: Any) -> bool:
@@ -174,11 +198,43 @@ def _own_rule(equation: Any) -> bool:
     name = equation.primitive.name
     if name == "custom_jvp_call":
         source = equation.params["call_jaxpr"].jaxpr.debug_info.func_src_info or ""
-        return _OF_JAX not in source
+        # The derivative of `custom_root` is that of a root only as far as its `tangent_solve` solves.
+        return f" at {_JAX}" not in source or "_custom_root" in source or not _of_jax(equation.params["jvp_jaxpr_fun"])
     return equation.primitive not in _PRIMITIVES and name not in _NAMES and any(map(_is_float, equation.outvars))
 
 
-_OF_JAX = f" at {pathlib.Path(inspect.getfile(jax)).parent}{os.sep}"
+def _of_jax(rule: Any) -> bool:
+    """Whether all functions that a rule is made of are JAX's: `jax.custom_jvp(jnp.matmul)` has somebody else's rule."""
+    found = list(_functions_of(rule, set()))
+    return (
+        bool(found)
+        and all(x.__code__.co_filename.startswith(_JAX) for x in found if inspect.isfunction(x))
+        and all(type(x).__module__.split(".")[0] in ("jax", "jaxlib", "builtins") for x in found)
+    )
+
+
+def _functions_of(x: Any, seen: set[int]) -> Iterator[Any]:
+    """Callables that a function is or holds: in closures, in partial arguments, in what JAX wraps around."""
+    if id(x) in seen:
+        return
+    seen.add(id(x))
+    inner: Any = ()
+    if isinstance(x, (tuple, list)):
+        inner = x
+    elif isinstance(x, functools.partial):
+        inner = (x.func, *x.args, *x.keywords.values())
+    elif inspect.ismethod(x):
+        inner = (x.__func__,)
+    elif type(x).__name__ == "WrappedFun":
+        inner = (x.f,)
+    elif callable(x):
+        yield x
+        inner = [c.cell_contents for c in getattr(x, "__closure__", None) or () if c != types.CellType()]
+    for y in inner:
+        yield from _functions_of(y, seen)
+
+
+_JAX = f"{pathlib.Path(inspect.getfile(jax)).parent}{os.sep}"
 # Whose derivative rules are those of what they compute. A `custom_vjp`, a solver with a rule, a call to other code: not
 # these.
 _PRIMITIVES = {

@@ -1,6 +1,5 @@
 """`train`: from a loss, parameters, an optimizer and batches to a run, checked at the door."""
 
-import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -134,7 +133,7 @@ def set_up(
         h = [optimizer.layers[-1].begin(hj, {name: x[j] for name, x in values.items()}) for j, hj in enumerate(h)]
     rule = _rule(optimizer.chain, h, leaves, layout, adjoint, optimizer.linear, transforms(optimizer))
     one_step = jax.eval_shape(lambda h: join_steps(*one_of(h, steps)), h)
-    rule = dataclasses.replace(rule, programs=rule_programs(optimizer, rule, values, one_step))
+    rule = rule_programs(optimizer, rule, values, one_step)
     fields = {name: x for name, x in optimizer.layers[-1].hyperparameters().items() if name in unchanged}
     words = tuple(_words_known(link, fields.get(str(link.decay)), params, steps) for link in optimizer.chain)
     followers: tuple[Rule, ...] = ()

@@ -137,7 +137,8 @@ def reverse(
         ct = ct._replace(z=decayed(ct.z, decays(rule, [params], h)))
         w, wide_w = parameters(rule, t, state.z), rule.floats(state.z, params)
         batch = problem.batch(frozen, t, apart=rule.isolate or doubt is not None)
-        second_order = functools.partial(products, problem, t, gradients, w, chosen(wanted, theta), (theta, frozen, batch))
+        arguments = w, chosen(wanted, theta), (theta, frozen, batch)
+        second_order = functools.partial(products, problem, t, gradients, *arguments, dloss=dloss)
         apart = lambda: problem.gradient_apart(gradient, t, w, theta, frozen, batch)  # noqa: E731
         if rule.linear:
             u = gradient_cotangent(rule, state.z, ct.z, h)
@@ -162,7 +163,7 @@ def reverse(
             push = evidence_cotangent(problem, state.z, ds, rates)
             through = pulled_evidence(problem, t, wanted, push, w, theta, frozen, batch)
             dw, dtheta = plus(dw, through.w), plus(dtheta, through.theta)
-        if dloss is not None:
+        if dloss is not None and problem.functions.symmetric:
             dw = jax.tree.map(lambda a, b: a + dloss * b, dw, g)
             dtheta = jax.tree.map(lambda a, b: a + dloss * b.astype(a.dtype), dtheta, found.theta)
         dstepped = [{k: dh[k] for k in hj} for dh, hj in zip(ct.h + means.h, stepped, strict=True)]

@@ -7,7 +7,7 @@ With g = the loss's gradient in w and J its Jacobian, forward over reverse gives
 along u, without residuals of residuals; and along the same u, the derivative of the gradient in theta, (d_theta g)^T u.
 Both hold where g is the gradient of something. A loss with a derivative rule of its own (`jax.custom_vjp`) has a field of
 which J need not be symmetric: there reverse over reverse gives J^T u and (d_theta g)^T u from one vjp of the gradient, in
-the memory of one step.
+the memory of one step. Nor is that field the derivative of the loss that training reports: the same vjp has that, too.
 """
 
 from collections.abc import Callable
@@ -37,8 +37,8 @@ class Gradients(NamedTuple):
 class Products(NamedTuple):
     """The gradient's derivative against u."""
 
-    w: list[Array]  # J^T u
-    theta: list[Array]  # (d_theta g)^T u, of the wanted leaves
+    w: list[Array]  # J^T u; where a field stands for the gradient, with the derivative of the loss against its cotangent
+    theta: list[Array]  # (d_theta g)^T u, of the wanted leaves; likewise
     asymmetry: Array | None = (
         None  # |J u - J^T u| and |J^T u|, where somebody watches and J passes as symmetric: float32 [2]
     )
@@ -69,26 +69,35 @@ def merged(wanted: tuple[bool, ...], these: list[Array], others: list[Array]) ->
 
 
 def products(
-    problem: Problem, t: Array, gradients: FirstOrder, w: list[Array], these: list[Array], rest: Any, u: list[Array]
+    problem: Problem,
+    t: Array,
+    gradients: FirstOrder,
+    w: list[Array],
+    these: list[Array],
+    rest: Any,
+    u: list[Array],
+    dloss: Array | None,
 ) -> tuple[Gradients, Products]:
-    """u: the cotangent of the `joined` gradient. Both results are joined, too."""
+    """u: the cotangent of the `joined` gradient; dloss: of the loss. Both results are joined, too."""
 
     def field(w: list[Array], these: list[Array]) -> Any:
-        (g, g_theta), found = gradients(w, these, *rest)
-        return g, (g_theta, found)
+        (g, g_theta), (value, seen) = gradients(w, these, *rest)
+        return (g, value), (g_theta, seen)
 
     asymmetry = None
     with jax.enable_x64(problem.x64):
-        u, unscaled = _scaled(problem, u)
+        (*u, dloss), unscaled = _scaled(problem, [*u, jnp.zeros(()) if dloss is None else dloss])
         u = settled([x.astype(y.dtype) for x, y in zip(problem.rule.layout.split(u), w, strict=True)])
         if problem.functions.symmetric:
             f = lambda w: gradients(w, these, *rest)  # noqa: E731
             (g, g_theta), (hu, cross), (value, seen) = settled(jax.jvp(f, (w,), (u,), has_aux=True))
             if problem.watch:
-                asymmetry = _asymmetry((hu, cross), jax.vjp(field, w, these, has_aux=True)[1](u))
+                transposed = jax.vjp(field, w, these, has_aux=True)[1]((u, jnp.zeros_like(value)))
+                asymmetry = _asymmetry((hu, cross), transposed)
         else:
-            g, pull, (g_theta, (value, seen)) = jax.vjp(field, w, these, has_aux=True)
-            g, (hu, cross), g_theta, value, seen = settled((g, pull(u), g_theta, value, seen))
+            (g, value), pull, (g_theta, seen) = jax.vjp(field, w, these, has_aux=True)
+            pulled = pull((u, dloss.astype(value.dtype)))
+            g, (hu, cross), g_theta, value, seen = settled((g, pulled, g_theta, value, seen))
     found = Gradients(value, seen, problem.joined(t, g), g_theta)
     return found, Products(unscaled(problem.joined(t, hu)), unscaled(cross), asymmetry)
 
@@ -148,7 +157,11 @@ def pulled_evidence(
     beside it otherwise than on the way out."""
 
     def pulled(push: list[Array], w: list[Array], theta: list[Array], *rest: Any) -> Any:
-        evidence = lambda w, these: problem.value(w, merged(wanted, these, theta), *rest)[1]  # noqa: E731
+        def evidence(w: list[Array], these: list[Array]) -> list[Array]:
+            if problem.functions.symmetric:
+                return problem.value(w, merged(wanted, these, theta), *rest)[1]
+            return first_order(problem, wanted)(w, these, theta, *rest)[1][1]  # a derivative rule may hold but once
+
         _, vjp = jax.vjp(evidence, w, chosen(wanted, theta))
         with jax.enable_x64(problem.x64):
             push, unscaled = _scaled(problem, push)

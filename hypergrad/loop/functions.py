@@ -34,7 +34,7 @@ class Functions:
     symmetric: bool  # whether the gradient's Jacobian is, for certain
     narrow: bool  # whether the loss computes in floats of fewer exponents than float32
     sure: bool  # whether batches are functions of t for certain: no Python runs in them
-    collective: bool  # whether the loss speaks of an axis that a `jax.vmap` around the run has named
+    collective: bool  # whether they speak of an axis that a `jax.vmap` around the run has named
 
     def batch_at(self, frozen: Frozen, t: Array) -> list[Any]:
         return self.batch(frozen.batch, frozen.batches, t)

@@ -63,6 +63,7 @@ class Rule:
     layout: Layout  # which parameter leaves are one "leaf" here
     transforms: tuple[Transform, ...] = ()  # what the gradient passes before the chain sees it
     programs: Hashable = None  # what the functions of a rule that is not the library's compute today
+    collective: bool = False  # whether they speak of an axis that a `jax.vmap` around the run has named
 
     def bits(self, link: Link) -> tuple[int, ...]:
         return self.fraction_bits[self.chain.index(link)]
