@@ -43,6 +43,7 @@ ISOLATED = (
     "adjoint=hg.Reversible(isolate=True) has it so from the start and without this warning."
 )
 
+LOSSES, BATCHES = -1, -2  # in the place of a place
 OK, DECAY, NON_FINITE, RANGE, BUFFER_FULL, REVERSAL = range(6)
 _CLASSES: dict[int, type[HypergradError]] = {
     DECAY: RangeError,
@@ -110,11 +111,21 @@ class Status(eqx.Module):
                     f"Pass adjoint=hg.Reversible(capacity={words})."
                 )
             case _:
+                otherwise = "so its derivative would not be that of this training run"
+                if place == BATCHES:
+                    return (
+                        f"the reversed run saw other batches than the training, {otherwise}. Make `batches` a pure function "
+                        "of t, with randomness from jax.random.fold_in(key, t), or in Python np.random.default_rng((seed, "
+                        "t)). hg.check_reversal(...) names the step."
+                    )
+                back = (
+                    "see the losses of the training again" if place == LOSSES else f"return to the initial bits of {where}"
+                )
                 return (
-                    f"the reversed run did not return to the initial bits of {where}, so its derivative would not be that "
-                    "of this training run. Unless isolate=False was passed, it was tried with gradients compiled apart from "
-                    "their derivatives too. So something else differed between the passes: an increment of an optimizer of "
-                    "your own (hg.testing.check_optimizer), a sum that this device adds up in no fixed order, or a batch "
+                    f"the reversed run did not {back}, {otherwise}. Unless "
+                    "isolate=False was passed, it was tried with gradients compiled apart from their derivatives too. So "
+                    "something else differed between the passes: an increment of an optimizer of your own "
+                    "(hg.testing.check_optimizer), a sum that this device adds up in no fixed order, or a batch or a loss "
                     "that is another one the second time. hg.check_reversal(...) names the step, the place and the cause; "
                     "hg.Checkpointed() and hg.Unrolled() reverse nothing."
                 )

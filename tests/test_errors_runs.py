@@ -186,7 +186,7 @@ def impure_final(params, **options):
     return final(params=params, batches=impure(), **options)
 
 
-REVERSAL = ("velocity['w']", "`batches` gives another batch the second time", "hg.check_reversal(...)")
+REVERSAL = ("saw other batches than the training", "`batches` a pure function of t", "hg.check_reversal(...)")
 
 
 @pytest.mark.parametrize("driver", ["scan", "host"])

@@ -134,9 +134,9 @@ def test_a_batch_function_that_changes_is_found_out() -> None:
 
 def test_a_batch_function_that_changes_has_no_gradient() -> None:
     function = lambda a: jnp.sum(hg.train(loss, jnp.ones(3), hg.SGD(a), changing(), theta=jnp.ones(3), steps=3).params)  # noqa: E731
-    with pytest.raises(hg.ReversalError, match="did not return to the initial bits of velocity"):
+    with pytest.raises(hg.ReversalError, match="the reversed run saw other batches than the training.*pure function of t"):
         jax.grad(function)(0.1)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="hypergrad.ReversalError: the reversed run did not return"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="hypergrad.ReversalError: the reversed run saw other batches"):
         jax.block_until_ready(gradients(changing(), "params"))
 
 

@@ -98,7 +98,7 @@ class Back(NamedTuple):
     """What a reverse pass comes to."""
 
     gradients: tuple[Any, Any, Any]  # of values, hyperparameters and theta
-    found: Array  # per place, whether the start was found again
+    found: Array  # bool [places + 2]: whether the start was found again, by the losses and by the batches seen before
     watched: dict[str, Any]  # what `Problem.watch` asks for
     doubted: Array  # bool []: whether gradients had to be computed apart from their derivatives
 
@@ -162,10 +162,12 @@ def _begin_back(problem: Problem, wanted: Wanted, inputs: Inputs, dvalues: Any) 
 def _gradients(
     problem: Problem, wanted: Wanted, inputs: Inputs, back: Reversed, seen: Seen
 ) -> tuple[tuple[Any, Any, Any], Array]:
-    """Of values, hyperparameters and theta; and per place, whether the start was found again, by what was seen before."""
-    found = intact(problem, inputs.values, back.start) & all_of(_same(seen.losses, back.seen.losses, problem.rule.isolate))
+    """Of values, hyperparameters and theta; and `Back.found`."""
+    losses = all_of(_same(seen.losses, back.seen.losses, problem.rule.isolate))
+    batches = jnp.bool_(True)
     if seen.batches is not None and back.seen.batches is not None:
-        found &= all_of(jnp.equal(seen.batches, back.seen.batches))
+        batches = all_of(jnp.equal(seen.batches, back.seen.batches))
+    found = jnp.concatenate([intact(problem, inputs.values, back.start), jnp.stack([losses, batches])])
     dvalues = {**jax.tree.map(jnp.zeros_like, inputs.values), **back.ct.z}
     dvalues = jax.tree.map(lambda d, x: d.astype(x.dtype), dvalues, inputs.values)
     dtheta = merged(wanted.theta, back.ct.theta, jax.tree.map(jnp.zeros_like, inputs.theta))

@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from hypergrad._report import mask, probing, surface, trace
 from hypergrad._settings import own_settings
 from hypergrad.adjoints.passes import Back, Wanted, capacities, run_backward, run_forward
-from hypergrad.errors import OK, REVERSAL, Status
+from hypergrad.errors import BATCHES, LOSSES, OK, REVERSAL, Status
 from hypergrad.loop.forward import Seen
 from hypergrad.loop.problem import Inputs, Problem
 from hypergrad.loop.status import Outcome
@@ -131,7 +131,10 @@ _run.defvjp(_run_fwd, _run_bwd, symbolic_zeros=True)
 def _certificate(forward: Status, back: Back, faint: Array) -> Status:
     """The forward pass's status, or else whether the way back was exact: what failed on the way out cannot return."""
     reversal = jnp.where(back.found.all(), OK, REVERSAL).astype(jnp.int32)
-    place = jnp.where(forward.ok, first_true(~back.found.reshape(-1)), forward.place)
+    states, (_, batches) = back.found[:-2], back.found[-2:]
+    place = jnp.where(states.all(), LOSSES, first_true(~states))
+    place = jnp.where(batches, place, BATCHES)  # of which all else follows
+    place = jnp.where(forward.ok, place, forward.place).astype(jnp.int32)
     code = jnp.where(forward.ok, reversal, forward.code)
     # What else there is to know of the run has been said on the way out.
     return dataclasses.replace(forward, code=code, place=place, isolated=back.doubted, small=jnp.int32(-1), faint=faint)
