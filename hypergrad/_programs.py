@@ -100,7 +100,7 @@ def owned(x: Any) -> Any:
 
 
 _PROGRAMS: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()  # a derivative rule, traced while its loss is compiled, may train
 
 
 def kept(key: Hashable, make: Callable[[], Any]) -> Any:

@@ -3,8 +3,8 @@
 Invariant: what is too large for the grid is an error of its own (`hypergrad.loop.status`); this is its other end, a warning.
 
 The gradient's largest entry is looked at in steps 0, 1, 2, 4, 8, ...; what a link makes of it is then compared with the
-link's quantum. A leaf counts if it moves by more than a thousandth of itself, or if all leaves are so small: many networks
-have leaves whose gradient is nothing but rounding, a bias before a normalization for one.
+link's quantum. A leaf counts if it moves by more than a thousandth of itself, or if all leaves that have a gradient are so
+small: many networks have leaves whose gradient is nothing but rounding, a bias before a normalization for one.
 """
 
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ def too_small(problem: Problem, values: Values, h: Hypers, end: Values, seen: Ar
         rows.append(largest([increment(link, middle[j], read[j], filled[j]) for j in rule.leaves]) / quanta_of(rule, link))
     updates = jnp.stack(rows)
     few = (updates < ENOUGH) & (updates > 0)  # a learning rate of 0 moves nothing, and means it
-    counts = (few & (first > 0) & (moved > first / ENOUGH)) | (few & few.any(axis=0).all())
+    counts = (few & (first > 0) & (moved > first / ENOUGH)) | (few & (few.any(axis=0) | (found == 0)).all())
     size = jnp.maximum(first, largest(last)) / quanta_of(rule, rule.chain[-1])
     quanta = jnp.concatenate([updates.reshape(-1), size])
     counts = jnp.concatenate([counts.reshape(-1), (size < ENOUGH) & (first > 0)])

@@ -1,0 +1,161 @@
+"""Losses whose gradient XLA:CPU rounds otherwise beside its derivative: they are reversed all the same, at a cost that is
+said once."""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.scipy.ndimage import map_coordinates
+
+import hypergrad as hg
+from hypergrad.adjoints import apart
+
+
+class Case(NamedTuple):
+    loss: Callable[..., Any]
+    params: Any
+    theta: float
+    data: Any
+
+
+def convolutions() -> Case:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4, 8, 8, 3)).astype(np.float32)
+    y = np.eye(8, dtype=np.float32)[rng.integers(0, 8, 4)]
+    shapes = {"a": (3, 3, 3, 4), "b": (3, 3, 4, 8)}
+    params = {k: jnp.asarray(rng.normal(size=s) * np.prod(s[:3]) ** -0.5, jnp.float32) for k, s in shapes.items()}
+
+    def layer(x: Any, kernel: Any) -> Any:
+        x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        n, side, _, channels = x.shape
+        return jnp.mean(jax.nn.silu(x).reshape(n, side // 2, 2, side // 2, 2, channels), axis=(2, 4))
+
+    def loss(w: Any, theta: Any, batch: Any) -> Any:
+        x, y = batch
+        logits = jnp.mean(layer(layer(x, w["a"]), w["b"]), axis=(1, 2))
+        squares = sum(jnp.sum(x * x) for x in jax.tree.leaves(w))
+        return -jnp.mean(jnp.sum(y * jax.nn.log_softmax(logits), axis=1)) + theta * squares
+
+    return Case(loss, params, 1e-2, (x, y))
+
+
+def turned() -> Case:
+    """An input turned by a learned angle."""
+    rng = np.random.default_rng(0)
+    side = 6
+    images, y = rng.normal(size=(3, side, side)).astype(np.float32), rng.normal(size=(3, 2)).astype(np.float32)
+    shapes = {"a": (side * side, 8), "b": (8, 2)}
+    params = {k: jnp.asarray(rng.normal(size=s) * s[0] ** -0.5, jnp.float32) for k, s in shapes.items()}
+    grid = np.stack(np.meshgrid(*[np.arange(side, dtype=np.float32) - (side - 1) / 2] * 2, indexing="ij"))
+
+    def loss(w: Any, angle: Any, batch: Any) -> Any:
+        images, y = batch
+        c, s = jnp.cos(angle), jnp.sin(angle)
+        at = jnp.tensordot(jnp.array([[c, -s], [s, c]]), grid, axes=1) + (side - 1) / 2
+        x = jax.vmap(lambda image: map_coordinates(image, list(at), order=1))(images)
+        return jnp.mean((jnp.tanh(x.reshape(len(images), -1) @ w["a"]) @ w["b"] - y) ** 2)
+
+    return Case(loss, params, 0.3, (images, y))
+
+
+CASES = {"convolutions": convolutions, "turned": turned}
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """No test profits from what another found out."""
+    apart._KNOWN.clear()
+    yield
+
+
+@functools.cache
+def case(name: str) -> Case:
+    return CASES[name]()
+
+
+def value(inputs: Any, name: str, **adjoint: Any) -> Any:
+    loss, params, _, data = case(name)
+    optimizer = hg.SGD(inputs["rate"], 0.75)
+    run = hg.train(
+        loss, params, optimizer, hg.full_batch(data), theta=inputs["theta"], steps=STEPS, adjoint=hg.Reversible(**adjoint)
+    )
+    return loss(run.params, 0.0, data)
+
+
+def inputs(name: str) -> dict[str, Any]:
+    return {"rate": 0.1, "theta": case(name).theta}
+
+
+def expected(name: str) -> Any:
+    return jax.grad(lambda i: value(i, name, isolate=True))(inputs(name))
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    for key in theirs:
+        np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-3, atol=1e-6, err_msg=key)
+
+
+def told_once(function: Callable[[], Any]) -> Any:
+    """What it returns, with no more than one warning, which names the cost."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = jax.block_until_ready(function())
+        jax.effects_barrier()
+    texts = [str(w.message) for w in caught]
+    assert len(texts) == 1 and "one more gradient a step" in texts[0] and "isolate=True" in texts[0], texts
+    return result
+
+
+@pytest.mark.parametrize("driver", ["scan", "host"])
+@pytest.mark.parametrize("name", list(CASES))
+def test_eager(name: str, driver: str) -> None:
+    gradient = lambda: jax.grad(lambda i: value(i, name, driver=driver))(inputs(name))  # noqa: E731
+    ours = told_once(gradient) if driver == "scan" else gradient()
+    assert_close(ours, expected(name))
+    assert_close(gradient(), ours)  # what is known needs no second warning: they are errors here
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_compiled_and_batched(name: str) -> None:
+    ours = told_once(lambda: jax.jit(jax.grad(lambda i: value(i, name)))(inputs(name)))
+    assert_close(ours, expected(name))
+    lanes = jax.tree.map(lambda x: jnp.stack([x, x]), jax.tree.map(jnp.asarray, inputs(name)))
+    both = jax.vmap(jax.grad(lambda i: value(i, name)))(lanes)
+    assert_close(jax.tree.map(lambda x: x[1], both), ours)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_the_meta_loop(name: str) -> None:
+    loss, params, theta, data = case(name)
+
+    def train_fn(h: Any, key: Any) -> Any:
+        return hg.train(loss, params, hg.SGD(h["rate"], 0.75), hg.full_batch(data), theta=h["theta"], steps=STEPS).params
+
+    arguments = train_fn, lambda w: loss(w, 0.0, data), inputs(name)
+    found = told_once(lambda: hg.hypergradient(*arguments))
+    assert_close(found.gradient if hasattr(found, "gradient") else found[1], expected(name))
+    result = told_once(lambda: hg.optimize(*arguments, meta_steps=2))
+    assert [step.status.sentence() for step in result.history] == ["", ""]
+    check = told_once(lambda: hg.check_gradient(*arguments))
+    assert check.verdict != "disagree", check
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_refused_if_one_insists_with_the_first_difference(name: str) -> None:
+    loss, params, theta, data = case(name)
+    with pytest.raises(hg.ReversalError, match="isolate=True"):
+        jax.grad(lambda i: value(i, name, isolate=False, driver="scan"))(inputs(name))
+    arguments = loss, params, hg.SGD(0.1, 0.75), hg.full_batch(data)
+    options: dict[str, Any] = {"theta": theta, "steps": STEPS}
+    refused = hg.check_reversal(*arguments, **options, adjoint=hg.Reversible(isolate=False, driver="scan"))
+    assert not refused.exact
+    assert refused.first_mismatch.cause == "derivative" and 0 <= refused.first_mismatch.step < STEPS
+    assert refused.first_mismatch.place in {f"{link}['{leaf}']" for link in ("velocity", "params") for leaf in params}
+    proof = hg.check_reversal(*arguments, **options, adjoint=hg.Reversible(driver="scan"))
+    assert proof.exact and proof.isolated
