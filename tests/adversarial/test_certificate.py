@@ -1,0 +1,141 @@
+"""A run that did not come back has no numbers: every float is NaN, of whatever dtype, wherever nobody raises."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hypergrad as hg
+from hypergrad import _programs as programs
+from hypergrad.exact import Scaled
+from hypergrad.loop import step
+
+
+W = jnp.array([1.0, 2.0, 3.0])
+THETAS = {
+    "float32": jnp.float32(1.0),
+    "float16": jnp.float16(1.0),
+    "bfloat16": jnp.bfloat16(1.0),
+    "complex64": jnp.complex64(1.0 + 2.0j),
+}
+
+
+def another() -> Callable[[], np.ndarray]:
+    rng = np.random.default_rng(0)
+    return lambda *_: rng.normal(size=3).astype(np.float32)
+
+
+def changing() -> Callable[[Any], Any]:
+    """Another batch each time."""
+    return lambda t, load=another(): jax.pure_callback(load, jax.ShapeDtypeStruct((3,), jnp.float32), t)  # noqa: B008
+
+
+def loss(w: Any, theta: Any, batch: Any) -> Any:
+    wide = theta.astype(jnp.complex64 if jnp.iscomplexobj(theta) else jnp.float32)
+    return jnp.sum(jnp.abs(w - wide * batch) ** 2)
+
+
+@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", list(THETAS))
+def test_no_number_of_a_run_that_failed(name: str, compile: Any) -> None:
+    def f(theta: Any) -> Any:
+        return jnp.sum(hg.train(loss, W, hg.SGD(0.1, 0.5), changing(), theta=theta, steps=4, throw=False).params)
+
+    gradient = compile(jax.grad(f))(THETAS[name])
+    assert gradient.dtype == THETAS[name].dtype and jnp.isnan(gradient)
+
+
+@pytest.mark.parametrize("name", list(THETAS))
+def test_it_raises_from_compiled_code(name: str) -> None:
+    def f(theta: Any) -> Any:
+        return jnp.sum(hg.train(loss, W, hg.SGD(0.1, 0.5), changing(), theta=theta, steps=4).params)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="hypergrad.ReversalError"):
+        jax.block_until_ready(jax.jit(jax.grad(f))(THETAS[name]))
+
+
+def test_the_meta_loop_is_told() -> None:
+    def train_fn(h: Any, key: Any) -> Any:
+        theta = h["re"] + 1j * h["im"]
+        return hg.train(loss, W, hg.SGD(0.1, 0.5), changing(), theta=theta, steps=4).params
+
+    with pytest.raises(hg.ReversalError):
+        hg.optimize(train_fn, jnp.sum, {"re": 1.0, "im": 2.0}, meta_steps=1)
+
+
+def augmented(w: Any, strength: Any, noise: Any) -> Any:
+    """At strength 0 all batches have one gradient and one loss."""
+    return jnp.sum((w * W + strength * noise - 1) ** 2)
+
+
+def saddle(w: Any, theta: Any, batch: Any) -> Any:
+    """Weights at zero do not move, and have one gradient whatever the batch; the loss differs."""
+    return jnp.mean((w[0] * w[1] * W + 0 * theta - batch) ** 2)
+
+
+IMPURE = {"strength": (augmented, jnp.zeros(3)), "saddle": (saddle, jnp.zeros(2))}
+
+
+@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", list(IMPURE))
+def test_batches_that_change_where_no_gradient_does(name: str, compile: Any) -> None:
+    function, params = IMPURE[name]
+
+    def f(w: Any, theta: Any) -> Any:
+        return jnp.sum(hg.train(function, w, hg.SGD(0.05, 0.5), changing(), theta=theta, steps=3, throw=False).params)
+
+    assert all(jnp.isnan(x).all() for x in compile(jax.grad(f, (0, 1)))(params, 0.0))
+    lying = hg.check_reversal(function, params, hg.SGD(0.05, 0.5), changing(), theta=0.0, steps=3)
+    assert not lying.exact and lying.first_mismatch.cause == "batch" and lying.first_mismatch.step == 2
+
+
+@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_loss_that_changes_where_its_gradient_does_not(compile: Any) -> None:
+    load = another()
+
+    def impure(w: Any, theta: Any, batch: Any) -> Any:
+        noise = jax.pure_callback(load, jax.ShapeDtypeStruct((3,), jnp.float32))
+        return jnp.mean((w[0] * w[1] * W - noise) ** 2)
+
+    def f(w: Any) -> Any:
+        run = hg.train(impure, w, hg.SGD(0.05, 0.5), hg.full_batch(W), steps=3, throw=False)
+        return run.params @ jnp.array([1.0, 2.0])
+
+    assert jnp.isnan(compile(jax.grad(f))(jnp.zeros(2))).all()
+    assert not hg.check_reversal(impure, jnp.zeros(2), hg.SGD(0.05, 0.5), hg.full_batch(W), steps=3).exact
+
+
+@pytest.fixture
+def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Nothing compiled before a lie is used under it, nor the other way round."""
+    for forget in (jax.clear_caches, programs._PROGRAMS.clear):
+        forget()
+    yield monkeypatch
+    monkeypatch.undo()
+    for forget in (jax.clear_caches, programs._PROGRAMS.clear):
+        forget()
+
+
+@pytest.mark.parametrize("derivatives", [True, False], ids=["beside derivatives", "alone"])
+def test_a_quantum_lost_in_one_reversal_of_two(derivatives: bool, patch: pytest.MonkeyPatch) -> None:
+    """`check_reversal` undoes a run twice, without derivatives and with them: a lie in either is found."""
+    from hypergrad import _check
+    from hypergrad.adjoints import link
+
+    def off(state: Any) -> Any:
+        z = [x._replace(z=x.z + 1) if isinstance(x, Scaled) else x + 1 for x in state.z["velocity"]]
+        return step.Exact({**state.z, "velocity": z}, state.buffers)
+
+    if derivatives:
+        retreat = link.retreat
+        patch.setattr(link, "retreat", lambda rule, k, *a: off(retreat(rule, k, *a)) if k.decay else retreat(rule, k, *a))
+    else:
+        unstep = _check.unstep
+        patch.setattr(_check, "unstep", lambda *a: off(unstep(*a)))
+    options: Any = {"theta": jnp.float32(1.0), "steps": 3}
+    proof = hg.check_reversal(loss, W, hg.SGD(0.1, 0.5), hg.full_batch(W), **options)
+    assert not proof.exact and proof.first_mismatch.step == 2 and "velocity" in proof.first_mismatch.place
+    assert proof.first_mismatch.cause == ("derivative" if derivatives else "gradient")
