@@ -122,7 +122,8 @@ def in_process(*arguments: str, tree: str = "") -> str:
 def different() -> Iterator[tuple[str, Task]]:
     """Tasks of which no two have a program in common."""
     losses = {"tanh": jnp.tanh, "silu": jax.nn.silu, "gelu": jax.nn.gelu, "sin": jnp.sin, "softplus": jax.nn.softplus}
-    for width, rule, (name, activation) in itertools.product(itertools.count(2), ("sgd", "adam"), losses.items()):
+    kinds = list(itertools.product(("sgd", "adam"), losses.items()))
+    for width, (rule, (name, activation)) in ((width, kind) for width in itertools.count(2) for kind in kinds):
         loss = lambda w, batch, f=activation: jnp.mean((f(jnp.outer(batch[0], w["a"])) @ w["b"] - batch[1]) ** 2)  # noqa: E731
         yield f"{name}, {width} wide, {rule}", toy(width)._replace(loss=loss, rule=rule, learning_rate=0.01)
 
