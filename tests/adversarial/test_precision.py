@@ -1,0 +1,193 @@
+"""Numbers that a dtype or a grid does not hold: cotangents in 16 bits, gradients at rest, runs too small for their grid,
+Adam's state handed on."""
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import fails
+
+import hypergrad as hg
+
+
+X = jnp.linspace(-1, 1, 20)
+Y = jnp.sin(3 * X)
+RNG = np.random.default_rng(0)
+WEIGHTS = {"a": RNG.normal(size=8).astype(np.float32), "b": (0.3 * RNG.normal(size=8)).astype(np.float32)}
+FULL = hg.full_batch(np.zeros(1, np.float32))
+
+
+def net(w: Any, x: Any) -> Any:
+    return (jnp.tanh(jnp.outer(x.astype(w["a"].dtype), w["a"])) @ w["b"]).astype(jnp.float32)
+
+
+def validation(w: Any) -> Any:
+    return jnp.mean((net(w, X + 0.03) - jnp.sin(3 * X + 0.09)) ** 2)
+
+
+def slopes(dtype: Any, unit: float = 1.0, loss_scale: float = 1.0) -> dict[str, Any]:
+    """Hypergradients of a validation loss that is counted in `unit`, in the unit 1."""
+
+    def loss(w: Any, l2: Any, batch: Any) -> Any:
+        squares = sum(jnp.sum(z.astype(jnp.float32) ** 2) for z in w.values())
+        return loss_scale * (jnp.mean((net(w, X) - Y) ** 2) + l2 * squares)
+
+    def f(h: Any) -> Any:
+        params = {k: jnp.asarray(x, dtype) for k, x in WEIGHTS.items()}
+        run = hg.train(loss, params, hg.SGD(h["rate"] / loss_scale, 0.9), FULL, theta=h["l2"], steps=20)
+        return unit * validation(run.params)
+
+    found = jax.jit(jax.grad(f))({"rate": 0.2, "l2": 1e-3})
+    return {k: float(x) / unit for k, x in found.items()}
+
+
+@pytest.mark.parametrize("unit", [1e-3, 1e3])
+def test_cotangents_of_float16_keep_their_exponents(unit: float) -> None:
+    one, other = slopes(jnp.float16), slopes(jnp.float16, unit)
+    for name, x in slopes(jnp.float32).items():
+        np.testing.assert_allclose(other[name], one[name], rtol=2e-2, err_msg=name)
+        np.testing.assert_allclose(one[name], x, rtol=5e-2, err_msg=name)
+
+
+def test_cotangents_of_float16_beside_a_loss_scale() -> None:
+    scaled = slopes(jnp.float16, 1.0, 2.0**15)
+    for name, x in slopes(jnp.float32).items():
+        np.testing.assert_allclose(scaled[name], x, rtol=5e-2, err_msg=name)
+
+
+@pytest.mark.parametrize("adjoint", [hg.Reversible(), hg.Unrolled()], ids=["Reversible", "Unrolled"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_cotangents_of_narrow_theta_are_summed_in_float32(dtype: Any, adjoint: Any) -> None:
+    def f(theta: Any) -> Any:
+        loss = lambda w, theta, _: -0.01 * jnp.sum(w) * theta.astype(jnp.float32)  # noqa: E731
+        run = hg.train(loss, jnp.zeros(1), hg.SGD(0.1, 0.5), FULL, theta=theta, steps=2000, adjoint=adjoint)
+        return jnp.sum(run.params)
+
+    gradient = jax.grad(f)(jnp.ones((), dtype))
+    assert gradient.dtype == dtype
+    np.testing.assert_allclose(float(gradient), 2.0, rtol=8e-3)  # 2,000 equal terms stagnate after 256 in bfloat16
+
+
+@pytest.mark.parametrize("rule", [lambda: hg.RMSProp(0.1, 0.9, 0.5, 1e-2), lambda: hg.clip(hg.SGD(0.5, 0.5), 10.0)])
+def test_a_gradient_at_rest_passes_on_what_comes_in_large(rule: Any) -> None:
+    """It begins at its optimum, where the gradient is exactly zero."""
+
+    def f(theta: Any, unit: float) -> Any:
+        loss = lambda w, theta, _: 0.5 * (w - theta) ** 2  # noqa: E731
+        return unit * hg.train(loss, jnp.float32(1.0), rule(), FULL, theta=theta, steps=10).params
+
+    expected = jax.grad(f)(1.0, 1.0)
+    np.testing.assert_allclose(jax.grad(f)(1.0, 1e16) / 1e16, expected, rtol=1e-5)
+
+
+def told(function: Callable[[], Any]) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = jax.block_until_ready(function())
+        jax.effects_barrier()
+    return found, [str(w.message) for w in caught]
+
+
+def trained(unit: float, rate: Any, params: Any = WEIGHTS, adjoint: Any = hg.Reversible()) -> Any:  # noqa: B008 (frozen)
+    loss = lambda w, _, batch: unit * jnp.mean((net(w, X) - Y) ** 2)  # noqa: E731
+    return hg.train(loss, params, hg.SGD(rate / unit, 0.9), FULL, steps=20, adjoint=adjoint).params
+
+
+@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("adjoint", [hg.Reversible(), hg.Unrolled()], ids=["Reversible", "Unrolled"])
+def test_a_loss_in_small_units_warns_with_the_cure(adjoint: Any, compile: Any) -> None:
+    run = lambda unit: told(lambda: compile(lambda rate: trained(unit, rate, adjoint=adjoint))(0.2))  # noqa: E731
+    _, texts = run(1e-9)
+    assert len(texts) == 1 and "velocity" in texts[0] and "fixed-point grid" in texts[0], texts
+    shift = int(re.search(r"the loss times 2\^(\d+)", texts[0])[1])
+    cured, none = run(1e-9 * 2.0**shift)
+    assert not none
+    plain, none = run(1.0)
+    assert not none
+    for name in WEIGHTS:
+        np.testing.assert_allclose(cured[name], plain[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_parameters_in_small_units_warn_with_the_cure() -> None:
+    def run(size: float) -> Any:
+        target = size * jnp.array([1.0, 2.0, 3.0])
+        loss = lambda w, _, b: 0.5 * jnp.sum((w - target) ** 2)  # noqa: E731
+        start = size * jnp.array([3.0, -2.0, 1.5])
+        return told(lambda: hg.train(loss, start, hg.SGD(0.3, 0.9), FULL, steps=20).params / size)
+
+    _, texts = run(1e-11)
+    assert len(texts) == 1, texts
+    shift = int(re.search(r"times 2\^(\d+)\. A finer", texts[0])[1])
+    cured, none = run(1e-11 * 2.0**shift)
+    assert not none
+    np.testing.assert_allclose(cured, run(1.0)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("unused", [(2,), (0,)], ids=["two", "none"])
+def test_a_leaf_without_gradient_hides_no_small_run(unused: Any) -> None:
+    params = {"used": jnp.zeros(3), "unused": jnp.ones(unused)}
+    loss = lambda w, _, b: 1e-10 * jnp.sum((w["used"] - jnp.arange(3)) ** 2)  # noqa: E731
+    _, texts = told(lambda: hg.train(loss, params, hg.SGD(1e9, 0.5), FULL, steps=8).params)
+    assert len(texts) == 1 and "velocity['used'] is too small" in texts[0], texts
+
+
+def test_the_meta_loop_says_so_once() -> None:
+    train_fn = lambda h, key: trained(1e-9, h["rate"])  # noqa: E731
+    _, texts = told(lambda: hg.optimize(train_fn, validation, {"rate": hg.positive(0.2)}, meta_steps=3).history[-1].value)
+    assert len([text for text in texts if "too small" in text]) == 1, texts
+
+
+DATA = jnp.asarray(RNG.uniform(-1, 1, (20, 5)))
+
+
+def of_batch(w: Any, theta: Any, batch: Any) -> Any:
+    return jnp.mean((net(w, batch) - jnp.sin(3 * batch)) ** 2)
+
+
+@pytest.mark.parametrize("rule", [hg.Adam, hg.AdamW])
+def test_adam_goes_on_where_it_ended(rule: Any) -> None:
+    """12 and 8 steps are 20, with a schedule of the decay too; in value and slope."""
+
+    def run(rate: Any, cut: int) -> Any:
+        b1 = jnp.linspace(0.85, 0.95, 20)
+        w, state = jax.tree.map(jnp.asarray, WEIGHTS), None
+        for part in (slice(0, cut), slice(cut, 20)):
+            made = hg.train(of_batch, w, rule(rate, b1=hg.PerStep(b1[part])), hg.stacked(DATA[part]), state=state)
+            w, state = made.params, made.state
+        return validation(w)
+
+    whole = lambda rate: validation(  # noqa: E731
+        hg.train(of_batch, WEIGHTS, rule(rate, b1=hg.PerStep(jnp.linspace(0.85, 0.95, 20))), hg.stacked(DATA)).params
+    )
+    np.testing.assert_allclose(jax.value_and_grad(run)(0.05, 12), jax.value_and_grad(whole)(0.05), rtol=1e-3)
+
+
+def test_a_state_that_no_run_makes_is_used_as_the_formula_says() -> None:
+    """m = 0.1, s = 1e-6: s is less than any gradients leave it beside such an m."""
+    with jax.enable_x64(True):
+        start, data = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (WEIGHTS, np.asarray(DATA)))
+        loss = lambda w, _, x: jnp.mean((jnp.tanh(jnp.outer(x, w["a"])) @ w["b"] - jnp.sin(3 * x)) ** 2)  # noqa: E731
+        full = lambda c: jax.tree.map(lambda z: jnp.full_like(z, c), start)  # noqa: E731
+        b1, b2 = round(0.9 * 2**16) / 2**16, round(0.999 * 2**16) / 2**16
+        given = {"mean": full(0.1), "square": full(1e-6)}
+        made = hg.train(loss, start, hg.Adam(0.01), hg.stacked(data[:8]), state=given)
+        w, m, s = start, full(0.1), full(1e-6)
+        for t in range(8):
+            g = jax.grad(loss)(w, None, data[t])
+            m = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, m, g)
+            s = jax.tree.map(lambda s, g: b2 * s + (1 - b2) * g * g, s, g)
+            c1, c2 = 1 - b1 ** (t + 1), 1 - b2 ** (t + 1)
+            w = jax.tree.map(lambda w, m, s, c1=c1, c2=c2: w - 0.01 * (m / c1) / (jnp.sqrt(s / c2) + 1e-8), w, m, s)
+        for name in w:
+            np.testing.assert_allclose(made.params[name], w[name], rtol=1e-8, atol=1e-9, err_msg=name)
+
+
+def test_a_weight_of_a_state_that_is_no_weight_is_refused() -> None:
+    state = hg.train(of_batch, WEIGHTS, hg.Adam(0.01), hg.stacked(DATA)).state
+    with fails((ValueError, TypeError), "mean_weight"):
+        hg.train(of_batch, WEIGHTS, hg.Adam(0.01), hg.stacked(DATA), state={**state, "mean_weight": jnp.ones(7)})
