@@ -84,9 +84,12 @@ class Derives(Optimizer):
     )
 
 
+def squares(w: Any, theta: Any, batch: Any) -> Any:
+    return jnp.sum((w - batch) ** 2) / 4
+
+
 def final(w: Any, rule: Any, adjoint: Any = hg.Reversible()) -> Any:  # noqa: B008 (frozen)
-    loss = lambda w, _, b: jnp.sum((w - b) ** 2) / 4  # noqa: E731
-    return jnp.sum(hg.train(loss, w, rule(0.1), hg.full_batch(jnp.array([1.0, 0.2])), steps=4, adjoint=adjoint).params)
+    return jnp.sum(hg.train(squares, w, rule(0.1), hg.full_batch(jnp.array([1.0, 0.2])), steps=4, adjoint=adjoint).params)
 
 
 W = jnp.array([0.5, -0.3])
