@@ -131,7 +131,7 @@ def check_symmetric(asymmetry: Any, dtypes: Any) -> None:
 
 def accumulator(x: Array) -> Any:
     """The dtype that cotangents of a leaf are summed in over the steps: its own, float32 at least."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
 def _scaled(problem: Problem, u: list[Array]) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
