@@ -1,42 +1,49 @@
-"""A meta-loop on disk: killed at any moment, it goes on from its last complete meta-step.
+"""A meta-loop on disk: killed at any moment, it goes on from its last complete meta-step; one damaged file loses nothing.
 
-Invariant: `run.json` is only ever replaced whole, and after every file that it speaks of is on disk. A folder without it
-holds nothing yet.
+Invariant: `run.json` is only ever replaced whole, after every file that it speaks of is on disk. It holds checksums of them
+and of itself, and what does not match is not used.
 
-    run.json           what run this is, where it was made, one record per meta-step, and how many there are (n)
-    hypers-<i>.npz     the learned hypers of meta-step i < n, unconstrained
-    point-<n>.npz      hypers and meta-optimizer state that meta-step n starts from
+    run.json               what run this is, where it was made, one record per meta-step, and how many there are (n)
+    hypers-<i>.npz         the learned hypers of meta-step i < n, unconstrained, and again those of i - 1
+    point-<k>-<token>.npz  hypers and meta-optimizer state that meta-step k starts from, for k = n and n - 1
+    run-<k>-<token>.json   run.json as it was after k meta-steps, for k = n - 1
+
+The token is that of the owner that wrote the file (`_folder_owner`). A name that is taken is passed by: hypers then bear a
+token too.
 """
 
 import contextlib
-import importlib.metadata
-import io
-import json
 import os
 import pathlib
-import platform
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from hypergrad._arrays import largest, packed, unpacked
 from hypergrad._descent import Point
-
-
-RUN = "run.json"
+from hypergrad._folder_owner import Owner
+from hypergrad._run_record import PASSING, RUN, Run, environment, file_entry, read_record
+from hypergrad._safe_files import Damaged, digest, read, sealed
 
 
 class Folder:
-    """What a run of `hg.optimize` keeps in a folder."""
+    """What a run of `hg.optimize` keeps in a folder. Making one reads run.json; to write takes a `claim`."""
 
-    def __init__(self, path: str | os.PathLike[str], identity: dict[str, Any], update: str) -> None:
-        # `update`, the digest of the meta-optimizer's program, is comparable between the same versions only.
-        self.path, self.identity, self.update = pathlib.Path(path), identity, update
-        if self.path.exists() and not self.path.is_dir():
+    def __init__(self, path: str | os.PathLike[str], run: Run) -> None:
+        self.path, self.about = pathlib.Path(path), run
+        if os.path.lexists(self.path) and not self.path.is_dir():
             raise ValueError(f"`checkpoint` must be a folder; {self.path} is a file.")
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.run = self._read_run()
+        self.owner: Owner | None = None
+        self.content, self.run = read_record(self.path, run)
+
+    def __enter__(self) -> "Folder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.owner is not None:
+            self.owner.release()
 
     @property
     def done(self) -> int:
@@ -49,126 +56,159 @@ class Folder:
         there, here = self.run["environment"], environment()
         return ", ".join(f"{k} {there.get(k)} there and {v} here" for k, v in here.items() if there.get(k) != v)
 
-    def save(self, hypers: Any, point: Point, records: dict[str, Any]) -> None:
-        """Commit one more meta-step: its hypers, the point after it, and the records of all "steps" so far."""
+    def read_again(self) -> bool:
+        """Whether run.json has changed since it was read."""
+        before = self.content
+        self.content, self.run = read_record(self.path, self.about)
+        return self.content != before
+
+    def claim(self) -> None:
+        """Become the only one who writes here, and read what there is by then."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.owner = Owner(self.path)
+            self.read_again()
+            self.passing = {name for name in os.listdir(self.path) if PASSING.fullmatch(name)}
+            if not self.done:
+                self._commit(self.about.begun())
+        except OSError as error:
+            raise ValueError(
+                f"`checkpoint` {self.path} cannot be written to ({error.strerror or error}), and there are meta-steps to "
+                "keep. Pass a folder that can be, or no `checkpoint`."
+            ) from error
+
+    def check(self) -> None:
+        """ValueError if the folder has gone over to another process."""
+        self._owned.check()
+
+    def save(self, hypers: Any, before: Any, point: Point, records: dict[str, Any]) -> None:
+        """Commit one more meta-step: its hypers and those before it, the point after it, the records of all "steps"."""
         n = len(records["steps"])
-        self._write(f"hypers-{n - 1:06d}.npz", _npz(hypers))
-        self._write(f"point-{n:06d}.npz", _npz(point))
-        here = {"identity": self.identity, "update": self.update, "environment": environment()}
-        self.run = here | records
-        self._write(RUN, json.dumps(self.run, indent=1).encode())  # the commit: all or nothing
-        for old in self.path.glob("point-*.npz"):
-            if old.name != f"point-{n:06d}.npz":
-                old.unlink()
+        kept = [*self.run["hypers"][: n - 1], self._keep_hypers(n - 1, _hypers_content(hypers, before))]
+        points = [file for file in self.run["points"] if file["step"] == n - 1]
+        points.append({"step": n, **self._keep_passing(f"point-{n:06d}", "npz", packed({"point": point}))})
+        if 0 < self.done < n:  # not where the last meta-step is made again
+            self._keep_passing(f"run-{self.done:06d}", "json", self.content)
+        self._commit(self.about.begun() | records | {"hypers": kept, "points": points})
+        old = {name for name in self.passing if int(name.split("-")[1]) < n - 1}
+        self._owned.remove(sorted(old))
+        self.passing -= old
 
-    def point(self, like: Point) -> Point:
-        return self._load(f"point-{self.done:06d}.npz", like)
+    def hypers(self, start: Point) -> list[Any]:
+        """The learned hypers of each meta-step. start: the point that this run would begin with.
 
-    def hypers(self, like: Any) -> list[Any]:
-        return [self._load(f"hypers-{i:06d}.npz", like) for i in range(self.done)]
-
-    def _read_run(self) -> dict[str, Any]:
-        file = self.path / RUN
-        if not file.exists():
-            return {"steps": []}
-        try:
-            run = json.loads(file.read_text())
-            theirs, versions = run["identity"], run["environment"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{file} is not a record of hg.optimize. Pass another `checkpoint` folder, or remove this one."
-            ) from error
-        different = [_difference(k, theirs.get(k), v) for k, v in self.identity.items() if theirs.get(k) != v]
-        comparable = all(versions.get(k) == environment()[k] for k in ("jax", "optax"))
-        if comparable and run.get("update") != self.update:
-            different.append("meta_optimizer updates differently (another rate, schedule or rule)")
-        if different:
-            raise ValueError(
-                f"`checkpoint` {self.path} holds another run: {different[0]}. Pass another folder, or remove this one to "
-                "start anew."
-            )
-        return run
-
-    def _load(self, name: str, like: Any) -> Any:
-        leaves, tree = jax.tree.flatten(like)
-        try:
-            with np.load(self.path / name, allow_pickle=False) as arrays:
-                loaded = [arrays[f"arr_{i}"] for i in range(len(leaves))]
-            return jax.tree.unflatten(tree, [_unpacked(x, leaf) for x, leaf in zip(loaded, leaves, strict=True)])
-        except (OSError, ValueError, KeyError, EOFError) as error:
-            raise ValueError(
-                f"{self.path / name} is missing or damaged ({error}). Restore it, or remove the folder to start anew."
-            ) from error
-
-    def _write(self, name: str, content: bytes) -> None:
-        """The file appears whole or not at all, and survives a power cut."""
-        temporary = self.path / f".{name}.part"
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path / name)
-        with contextlib.suppress(OSError):  # a folder cannot be opened everywhere
-            folder = os.open(self.path, os.O_RDONLY)
+        Those of a file that cannot be used are taken from where they stand a second time, with a warning.
+        """
+        files, learned = self.run["hypers"], start.learned
+        found, before, problems = dict[int, Any](), dict[int, Any](), dict[int, Damaged]()
+        for i, file in enumerate(files):
             try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+                loaded = self._load(file, {"hypers": learned} | ({"before": learned} if i else {}))
+                found[i], before[i - 1] = loaded["hypers"], loaded.get("before")
+            except Damaged as problem:
+                problems[i] = problem
+        for i, why in problems.items():
+            found[i], told = self._second_copy(i, why, before, start)
+            warnings.warn(f"{self.path / files[i]['name']} {why}. {told}", stacklevel=5)
+            content = _hypers_content(found[i], found.get(i - 1))
+            if self.owner is not None and digest(content) == files[i]["sha256"]:  # it comes out as it was
+                files[i] = self._keep_hypers(i, content)
+        return [found[i] for i in range(len(files))]
+
+    def point(self, start: Point, learned: list[Any]) -> tuple[Point, int]:
+        """(p, k): meta-step k starts from p. k is `done`, or one less where the last point cannot be used.
+
+        Damaged, if that would be so and the folder is not claimed: somebody may just have gone on.
+        """
+        last = self.done - 1
+        try:
+            return self._point(self.done, start), self.done
+        except Damaged as error:
+            if self.owner is None:
+                raise
+            why = error
+        try:
+            # At the very start, or without a state of its own, the meta-optimizer goes on from the hypers alone.
+            alone = last == 0 or not jax.tree.leaves(start.state)
+            point = Point(learned[last], start.state) if alone else self._point(last, start)
+        except Damaged as other:
+            raise ValueError(
+                f"`checkpoint` {self.path} cannot go on: {why}, and {other}. They hold the state of the meta-optimizer: "
+                f"restore one of them from a backup. Without them meta_steps={last} still reads the history, and the hypers "
+                "that it ends with can begin another run, in another folder."
+            ) from other
+        warnings.warn(
+            f"`checkpoint` {self.path}: {why}. Going on from the point before: meta-step {last} is made again.",
+            stacklevel=5,
+        )
+        return point, last
+
+    def _point(self, step: int, like: Point) -> Point:
+        for file in self.run["points"]:
+            if file["step"] == step:
+                try:
+                    return self._load(file, {"point": like})["point"]
+                except Damaged as problem:
+                    raise Damaged(f"{file['name']} {problem}") from problem
+        raise Damaged(f"the point of meta-step {step} was not kept")
+
+    def _second_copy(self, i: int, problem: Damaged, before: dict[int, Any], start: Point) -> tuple[Any, str]:
+        """(the hypers of meta-step i from another place than their file, what to say of it)."""
+        last = self.done - 1
+        if i in before:
+            return before[i], "The file after it has its hypers too: nothing is lost."
+        if i == last > 0:
+            with contextlib.suppress(Damaged):
+                return self._point(i, start).learned, "A point has its hypers too: nothing is lost."
+        if i == 0 and digest(_hypers_content(start.learned, None)) == self.run["hypers"][0]["sha256"]:
+            return start.learned, "Its hypers are those given here: nothing is lost."
+        if i in (0, last):
+            raise ValueError(
+                f"{self.path / self.run['hypers'][i]['name']} {problem}, and its hypers are found nowhere else. "
+                "The run is known by them: restore the file from a backup, or pass another `checkpoint` folder."
+            )
+        nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), start.learned)
+        return nan, f"The file after it is no better: the hypers of meta-step {i} are lost, and NaN in the history."
+
+    def _load(self, file: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+        """What a file of the record holds, if it is what was written."""
+        if file["bytes"] > largest(like):
+            raise Damaged(f"is said to have {file['bytes']} bytes, which is too many for what it holds")
+        content = read(self.path / file["name"], file["bytes"])
+        if file_entry(file["name"], content) != {k: file[k] for k in ("name", "bytes", "sha256")}:
+            raise Damaged(f"does not match its checksum in {RUN} ({len(content)} bytes, {file['bytes']} were written)")
+        return unpacked(content, like)
+
+    @property
+    def _owned(self) -> Owner:
+        assert self.owner is not None, "claim() comes first"
+        return self.owner
+
+    def _keep_hypers(self, i: int, content: bytes) -> dict[str, Any]:
+        return self._keep([f"hypers-{i:06d}.npz", f"hypers-{i:06d}-{self._owned.token}.npz"], content)
+
+    def _keep_passing(self, stem: str, suffix: str, content: bytes) -> dict[str, Any]:
+        name = f"{stem}-{self._owned.token}.{suffix}"
+        self.passing.add(name)
+        return self._keep([name], content)
+
+    def _keep(self, names: list[str], content: bytes) -> dict[str, Any]:
+        """A file of this content, under the first name that is free or has it already."""
+        for name in names:
+            if not os.path.lexists(self.path / name):
+                self._owned.publish(name, content)
+                return file_entry(name, content)
+            with contextlib.suppress(Damaged):
+                if read(self.path / name, len(content)) == content:  # of a meta-step that was not committed
+                    return file_entry(name, content)
+        raise ValueError(f"{self.path / names[-1]} is in the way: it is not of this run. Move it elsewhere.")
+
+    def _commit(self, record: dict[str, Any]) -> None:
+        content = sealed(record)
+        self._owned.publish(RUN, content)
+        self.content, self.run = content, record
 
 
-def environment() -> dict[str, Any]:
-    """What may change the bits of an evaluation, and need not."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")}
-    device = jax.devices()[0]
-    return {
-        **versions,
-        "python": platform.python_version(),
-        "machine": platform.node(),
-        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
-        "device": f"{device.platform} {device.device_kind}",
-    }
-
-
-def library_version() -> str:
-    return importlib.metadata.version("hypergrad-jax")
-
-
-def _npz(tree: Any) -> bytes:
-    file = io.BytesIO()
-    np.savez(file, *(_packed(x) for x in jax.tree.leaves(tree)))
-    return file.getvalue()
-
-
-def _packed(leaf: Any) -> np.ndarray:
-    """As bytes that npz knows: keys as their data, bfloat16 and its kin as integers of their size."""
-    if _is_key(leaf):
-        leaf = jax.random.key_data(leaf)
-    array = np.asarray(leaf)
-    return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
-
-
-def _unpacked(array: np.ndarray, like: Any) -> Any:
-    """The inverse of `_packed`, for a leaf such as `like`."""
-    if _is_key(like):
-        return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(like))
-    dtype = jnp.asarray(like).dtype
-    array = array.view(dtype) if dtype.kind == "V" else array
-    if array.shape != jnp.shape(like) or array.dtype != dtype:
-        raise ValueError(f"it holds {array.dtype}{list(array.shape)} in place of {dtype}{list(jnp.shape(like))}")
-    return jnp.asarray(array)
-
-
-def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-_PARTS = {"hypers": "hypers", "meta_optimizer": "another meta_optimizer: of its state, "}
-
-
-def _difference(name: str, there: Any, here: Any) -> str:
-    """Two entries of an identity that are not equal, in words."""
-    if isinstance(here, dict) and isinstance(there, dict):
-        key = next(k for k in sorted({*there, *here}) if there.get(k) != here.get(k))
-        name, there, here = f"{_PARTS[name]}{key}", there.get(key), here.get(key)
-    there, here = ("absent" if x is None else x for x in (there, here))
-    return f"{name} is {there} there and {here} here"
+def _hypers_content(hypers: Any, before: Any) -> bytes:
+    """before: those of the meta-step before, None for the first."""
+    return packed({"hypers": hypers} | ({} if before is None else {"before": before}))

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hypergrad import errors
+from hypergrad._forms import misfit, natural, number, shown, text
 from hypergrad.errors import Status
 from hypergrad.hypers import at_bounds
 
@@ -99,3 +101,41 @@ def _json(x: int | float) -> int | float | str | None:
 
 def _number(x: Any) -> Any:
     return math.nan if x is None else float(x) if isinstance(x, str) else x
+
+
+def _real(x: Any) -> bool:
+    """What `_json` makes of a float."""
+    return x is None or (text(x) and x in ("inf", "-inf")) or number(x)
+
+
+def _single(x: Any) -> bool:
+    return _real(x) and not (number(x) and abs(x) > np.finfo(np.float32).max)
+
+
+def _index(x: Any) -> bool:
+    return natural(x) or (type(x) is int and x == -1)
+
+
+def _places(x: Any) -> bool:
+    """[names, limits]"""
+    lists = isinstance(x, list) and len(x) == 2 and all(isinstance(part, list) for part in x)
+    return lists and len(x[0]) == len(x[1]) and all(map(text, x[0])) and all(map(number, x[1]))
+
+
+# The forms of what `recorded` gives.
+_STATUS: dict[str, Any] = {k: _index if dtype is np.int32 else _single for k, dtype in _DTYPES.items()}
+_STATUS |= {"code": lambda x: natural(x) and x <= errors.REVERSAL, "places": natural}
+RECORD: dict[str, Any] = {k: _real for k in MetaStep._fields if k != "hypers"} | {"step": natural, "failed_seeds": natural}
+RECORD |= {"status": lambda x: x is None or not misfit(x, _STATUS, "status")}
+PLACES = [_places]
+
+
+def contradiction(steps: list[Any], places: list[Any]) -> str:
+    """What cannot be true of records that have their form, in words; "" if all can."""
+    numbers = [step["step"] for step in steps]
+    if numbers != list(range(len(steps))):
+        return f"its meta-steps are numbered {shown(numbers)}"
+    for status in (step["status"] for step in steps if step["status"] is not None):
+        if status["places"] >= len(places) or status["place"] >= len(places[status["places"]][0]):
+            return f"the status {shown(status)} speaks of a place that is not there"
+    return ""

@@ -3,6 +3,7 @@
 Invariant: the history of a run that was killed and resumed is that of a run that was not, but for the seconds.
 """
 
+import contextlib
 import math
 import time
 import warnings
@@ -16,10 +17,12 @@ import numpy as np
 import optax
 from jax import Array
 
-from hypergrad._checkpoint import Folder, library_version
+from hypergrad._checkpoint import Folder
 from hypergrad._descent import Descent, Point
 from hypergrad._evaluate import Evaluation
 from hypergrad._history import MetaStep, best, recorded, restored
+from hypergrad._run_record import Run, library_version
+from hypergrad._safe_files import Damaged
 from hypergrad.batches import check_key
 from hypergrad.hypers import check_hypers, describe_arrays, describe_hypers, hyper_path, split_fixed
 
@@ -71,23 +74,29 @@ class MetaLoop:
         learned, fixed = split_fixed(hypers)
         history: list[MetaStep] = []
         point, stopped = self.descent.start(learned), False
-        folder = None if checkpoint is None else Folder(checkpoint, *self._identity(hypers, point))
-        if folder is not None and folder.done:
-            point, history, stopped = self._resume(folder, point, fixed)
-        for callback in self.callbacks:
-            if hasattr(callback, "begin"):
-                callback.begin(None if folder is None else list(history))
-        for step in range(len(history), len(history) if stopped else self.meta_steps):
-            done, point = self._meta_step(point, fixed, step)
-            history.append(done)
-            stop = any([callback(done) for callback in self.callbacks])
+        with contextlib.nullcontext() if checkpoint is None else Folder(checkpoint, self._about(hypers, point)) as folder:
             if folder is not None:
-                records = recorded(history) | {"stopped_at": self.meta_steps if stop else 0}
-                records["capacity"] = self.evaluation.ledger.capacity  # the same program after as before
-                folder.save(split_fixed(done.hypers)[0], point, records)
-            if stop:
-                break
+                point, history, stopped = self._resume(folder, point, fixed)
+            for callback in self.callbacks:
+                if hasattr(callback, "begin"):
+                    callback.begin(None if folder is None else list(history))
+            for step in range(len(history), len(history) if stopped else self.meta_steps):
+                done, point = self._meta_step(point, fixed, step)
+                if folder is not None:
+                    folder.check()  # what callbacks write is another's too, if the folder is
+                history.append(done)
+                stop = any([callback(done) for callback in self.callbacks])
+                if folder is not None:
+                    self._save(folder, history, point, stop)
+                if stop:
+                    break
         return Result(eqx.combine(point.learned, fixed), best(history), history)
+
+    def _save(self, folder: Folder, history: list[MetaStep], point: Point, stop: bool) -> None:
+        records = recorded(history) | {"stopped_at": self.meta_steps if stop else 0}
+        records["capacity"] = self.evaluation.ledger.capacity  # the same program after as before
+        hypers, *before = (split_fixed(done.hypers)[0] for done in history[:-3:-1])
+        folder.save(hypers, before[0] if before else None, point, records)
 
     def _meta_step(self, point: Point, fixed: Any, step: int) -> tuple[MetaStep, Point]:
         begin, key = time.perf_counter(), self._key(point, step)
@@ -109,37 +118,62 @@ class MetaLoop:
     def _key(self, point: Point, step: int) -> Array:
         return jax.random.fold_in(self.key, 0 if self.descent.one_key(point) else step)
 
-    def _identity(self, hypers: Any, point: Point) -> tuple[dict[str, Any], str]:
+    def _about(self, hypers: Any, point: Point) -> Run:
         identity = self.identity | {"hypers": describe_hypers(hypers), "meta_optimizer": describe_arrays(point.state)}
-        return identity, self.descent.fingerprint(point)
+        return Run(identity, self.descent.fingerprint(point))
 
     def _resume(self, folder: Folder, start: Point, fixed: Any) -> tuple[Point, list[MetaStep], bool]:
         """Where the folder's run stands, checked: (point, history, whether a callback stopped it)."""
-        learned = folder.hypers(start.learned)
+        if folder.owner is None and not self._is_finished(folder):
+            folder.claim()  # and if there is nothing to write, a folder that cannot be written to is as good
+        if not folder.done:
+            return start, [], False
+        learned = folder.hypers(start)
         history = restored(folder.run, [eqx.combine(h, fixed) for h in learned])
         _check_start(folder, learned[0], start.learned)
         self.evaluation.ledger.capacity = folder.run["capacity"]
         if self.meta_steps < len(history):
             return Point(learned[self.meta_steps], start.state), history[: self.meta_steps], True
-        point, stopped = folder.point(start), folder.run["stopped_at"] >= self.meta_steps
-        if len(history) < self.meta_steps and not stopped:
+        try:
+            point, reached = folder.point(start, learned)
+        except Damaged:
+            if not folder.read_again():  # nobody has gone on meanwhile, and removed it
+                folder.claim()
+            return self._resume(folder, start, fixed)
+        if reached == len(history) and self._is_finished(folder):
+            return point, history, True
+        history = history[:reached]
+        if history:
             self._check_again(folder, history[-1], point, fixed)
-        return point, history, stopped
+        return point, history, False
+
+    def _is_finished(self, folder: Folder) -> bool:
+        return max(folder.done, folder.run["stopped_at"]) >= self.meta_steps
 
     def _check_again(self, folder: Folder, last: MetaStep, point: Point, fixed: Any) -> None:
-        """Evaluate the last meta-step once more: the same value, or else this is not what ran there."""
+        """Evaluate the last meta-step once more: the same numbers, or else this is not what ran there."""
         evaluated, _ = self.evaluation(split_fixed(last.hypers)[0], fixed, self._key(point, last.step))
-        value, elsewhere = float(evaluated.value), folder.elsewhere
-        off = abs(value - last.value) / max(abs(last.value), 1e-30)
-        same = off <= _SAME or value == last.value or (math.isnan(value) and math.isnan(last.value))
-        told = f"meta-step {last.step} of {folder.path} had the value {last.value:.8g} and has {value:.8g} now"
-        if not off <= _CLOSE and not same:
-            raise ValueError(
-                f"{told}: train_fn, val_fn or their data are not those of this run. Pass another `checkpoint` folder, or "
-                f"remove this one to start anew.{f' ({elsewhere}.)' if elsewhere else ''}"
-            )
-        if elsewhere or not same:
-            warnings.warn(f"{told}; {elsewhere or 'nothing else is known to differ'}. Going on.", stacklevel=5)
+        pairs = {
+            "value": (last.value, float(evaluated.value), "train_fn, val_fn or their data are not those"),
+            "monitor": (last.monitor, float(evaluated.monitor), "monitor_fn or its data are not those"),
+        }
+        for name, (there, here, otherwise) in pairs.items():
+            elsewhere = folder.elsewhere if name == "value" else ""  # said once
+            _compare(f"meta-step {last.step} of {folder.path} had the {name}", there, here, otherwise, elsewhere)
+
+
+def _compare(what: str, there: float, here: float, otherwise: str, elsewhere: str) -> None:
+    """An error for a number that is another now, a warning for one that is not quite the same."""
+    off = abs(here - there) / max(abs(there), 1e-30)
+    same = off <= _SAME or here == there or (math.isnan(here) and math.isnan(there))
+    told = f"{what} {there:.8g} and has {here:.8g} now"
+    if not off <= _CLOSE and not same:
+        raise ValueError(
+            f"{told}: {otherwise} of this run. Pass another `checkpoint` folder, or remove this one to start anew."
+            f"{f' ({elsewhere}.)' if elsewhere else ''}"
+        )
+    if elsewhere or not same:
+        warnings.warn(f"{told}; {elsewhere or 'nothing else is known to differ'}. Going on.", stacklevel=6)
 
 
 # Relative differences of a value that is evaluated again: none but rounding, and what another machine may come to.

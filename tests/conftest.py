@@ -18,7 +18,22 @@ hypothesis.settings.load_profile("hypergrad")
 
 # Tests of bits compile as users do: the compiler is what could break them. For all others it need not try hard, since they
 # take their time to compile, not to run.
-OF_BITS = [f"test_{x}" for x in ("checkpoint", "deferred", "exact", "exact_bounds", "grid", "isolation", "limbs", "lost")]
+OF_BITS = [
+    f"test_{x}"
+    for x in (
+        "checkpoint",
+        "checkpoint_damage",
+        "checkpoint_forged",
+        "checkpoint_writers",
+        "deferred",
+        "exact",
+        "exact_bounds",
+        "grid",
+        "isolation",
+        "limbs",
+        "lost",
+    )
+]
 
 
 # Nor need it make LLVM code of fusions by its newer way, or in many parts: a quarter of the time. `jax.jit` takes these

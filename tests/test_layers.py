@@ -16,7 +16,7 @@ PACKAGE = pathlib.Path(hg.__file__).parent
 EXPERIMENTS = PACKAGE.parent / "experiments"
 
 # Importable by all of the rooms; themselves they import only each other and `exact`.
-GROUND = {"_program_keys", "_programs", "_settings", "errors", "hypers", "schedules", "batches", "_report"}
+GROUND = {"_forms", "_program_keys", "_programs", "_settings", "errors", "hypers", "schedules", "batches", "_report"}
 # Left to right: a room imports from its own and from rooms to its left.
 ROOMS = [
     {"exact"},
@@ -24,7 +24,8 @@ ROOMS = [
     {"loop"},
     {"adjoints"},
     {"_closures", "_door", "_trace", "_train", "_check", "_inverse"},
-    {"_evaluate", "_descent", "_history", "_checkpoint", "_meta_loop", "_optimize"},
+    {"_safe_files", "_arrays", "_folder_owner"},
+    {"_evaluate", "_descent", "_history", "_run_record", "_checkpoint", "_meta_loop", "_optimize"},
     {"_diagnose", "_agreement", "_differences"},
     {"callbacks", "plots", "testing"},
     {"hypergrad"},  # the package itself: what `import hypergrad` gives

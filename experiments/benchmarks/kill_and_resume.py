@@ -46,15 +46,17 @@ def learn(folder: pathlib.Path, meta_steps: int) -> hg.Result:
 
 
 def digest(folder: pathlib.Path) -> list[Any]:
-    """Everything that the folder and its log remember, but for times."""
+    """Everything that the folder and its log remember, but for times and for which process wrote it."""
     record = json.loads((folder / "run.json").read_text())
+    del record["sha256"]
+    names = {point.pop("name"): f"point {point['step']}" for point in record["points"]}
     lines = [json.loads(line) for line in folder.with_suffix(".jsonl").read_text().splitlines()]
     for step in (*record["steps"], *lines):
         del step["seconds"]
     arrays = {}
     for path in sorted(folder.glob("*.npz")):
         with np.load(path) as file:
-            arrays[path.name] = [file[name].tobytes() for name in file.files]
+            arrays[names.get(path.name, path.name)] = [file[name].tobytes() for name in file.files]
     return [record, lines, arrays]
 
 
