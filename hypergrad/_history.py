@@ -109,7 +109,7 @@ def _real(x: Any) -> bool:
 
 
 def _single(x: Any) -> bool:
-    return _real(x) and not (number(x) and abs(x) > np.finfo(np.float32).max)
+    return _real(x) and not (number(x) and abs(x) > float(np.finfo(np.float32).max))
 
 
 def _index(x: Any) -> bool:

@@ -94,7 +94,7 @@ def damaged(folder: pathlib.Path, rng: random.Random) -> str:
 OTHERS = ("lost", "emptied", "longer", "exchanged", "linked")
 
 
-def outcome(folder: pathlib.Path, expected: list[Any]) -> str:
+def outcome(folder: pathlib.Path, expected: list[Any], learn: Any = learn) -> str:
     """What becomes of a run that goes on in a damaged folder; "WRONG: ..." is what must not be."""
     before = contents(folder)
     try:
