@@ -88,7 +88,8 @@ def best(history: list[MetaStep]) -> MetaStep:
 # The arrays of a `Status`.
 _DTYPES: dict[str, Any] = {
     "code": np.int32, "step": np.int32, "place": np.int32, "magnitude": np.float32, "words": np.int32,
-    "bits": np.float32, "ideal_bits": np.float32,
+    "bits": np.float32, "ideal_bits": np.float32, "isolated": np.bool_, "small": np.int32, "quanta": np.float32,
+    "faint": np.float32,
 }  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def _single(x: Any) -> bool:
 
 
 def _index(x: Any) -> bool:
-    return natural(x) or (type(x) is int and x == -1)
+    return natural(x) or (type(x) is int and x in (errors.LOSSES, errors.BATCHES))
 
 
 def _places(x: Any) -> bool:
@@ -123,7 +124,8 @@ def _places(x: Any) -> bool:
 
 
 # The forms of what `recorded` gives.
-_STATUS: dict[str, Any] = {k: _index if dtype is np.int32 else _single for k, dtype in _DTYPES.items()}
+_FORMS: dict[Any, Any] = {np.int32: _index, np.float32: _single, np.bool_: lambda x: type(x) is bool}
+_STATUS: dict[str, Any] = {k: _FORMS[dtype] for k, dtype in _DTYPES.items()}
 _STATUS |= {"code": lambda x: natural(x) and x <= errors.REVERSAL, "places": natural}
 RECORD: dict[str, Any] = {k: _real for k in MetaStep._fields if k != "hypers"} | {"step": natural, "failed_seeds": natural}
 RECORD |= {"status": lambda x: x is None or not misfit(x, _STATUS, "status")}
@@ -136,6 +138,7 @@ def contradiction(steps: list[Any], places: list[Any]) -> str:
     if numbers != list(range(len(steps))):
         return f"its meta-steps are numbered {shown(numbers)}"
     for status in (step["status"] for step in steps if step["status"] is not None):
-        if status["places"] >= len(places) or status["place"] >= len(places[status["places"]][0]):
+        names = places[status["places"]][0] if status["places"] < len(places) else ()
+        if max(status["place"], status["small"], 0) >= len(names):
             return f"the status {shown(status)} speaks of a place that is not there"
     return ""

@@ -1,4 +1,4 @@
-"""Checkpoint folders to be damaged: of a small run, made fast because what is compiled is shared, and what is done to them."""
+"""Checkpoint folders to be damaged, of a small run that is fast because what is compiled is shared; and their damages."""
 
 import functools
 import json

@@ -44,7 +44,10 @@ def step(**change: Any) -> Callable[[Any], Any]:
     return lambda record: record["steps"][1].update(change)
 
 
-STATUS = {"code": 0, "step": -1, "place": -1, "magnitude": 0.0, "words": 0, "bits": 0.0, "ideal_bits": 0.0, "places": 0}
+STATUS = {
+    "code": 0, "step": -1, "place": -1, "magnitude": 0.0, "words": 0, "bits": 0.0, "ideal_bits": 0.0, "isolated": False,
+    "small": -1, "quanta": 0.0, "faint": 0.0, "places": 0,
+}  # fmt: skip
 FORGED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "format 3": (lambda r: r.update(format=3), "holds another run: its format is 3"),
     "no capacity": (lambda r: r.pop("capacity") and None, "it lacks 'capacity': hg.optimize did not write it"),
