@@ -30,16 +30,17 @@ def check_optimizer(optimizer: Optimizer, params: Any = None, *, steps: int = 8,
     run comes back; its buffers hold log2(1/decay) bits; values out of range are reported; in float32 it comes back, too;
     derivatives are finite where gradients are zero; those of `hg.Reversible` and of `hg.Unrolled` agree to a relative
     `tolerance` in every hyperparameter, the parameters and the state. params: pytree of floats whose shapes the
-    hyperparameters fit; None: one [4, 4] leaf. steps: of the run, and of `PerStep` hyperparameters.
+    hyperparameters fit; None: a vector and a matrix, [4] and [4, 4]. steps: of the run, and of `PerStep` hyperparameters.
     Raises AssertionError that says what is wrong and where to look.
     """
     name = type(optimizer.layers[-1]).__name__
     with jax.enable_x64(True):
-        params = {"w": jnp.ones((4, 4))} if params is None else params
+        params = {"b": jnp.ones(4), "w": jnp.ones((4, 4))} if params is None else params
         rng = np.random.default_rng(0)
         params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), params)
         optimizer = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), optimizer)
-        _check_increments(name, optimizer)
+        for shape in sorted({x.shape for x in jax.tree.leaves(params)}):
+            _check_increments(name, optimizer, shape)
         if optimizer.entrywise:
             _check_entrywise(optimizer)
         check_inverse(optimizer, params, steps=steps)
@@ -67,12 +68,12 @@ def _loss(params: Any, theta: Any, batch: Any) -> Array:
     )
 
 
-def _check_increments(name: str, optimizer: Optimizer) -> None:
+def _check_increments(name: str, optimizer: Optimizer, shape: tuple[int, ...]) -> None:
     """Each increment's derivative against differences, and that it is linear in the gradient where the rule says so."""
     rule = optimizer.layers[-1]
     rng = np.random.default_rng(0)
-    draw = lambda: jnp.asarray(rng.uniform(0.5, 1.5, (4, 4)))  # noqa: E731 (square: some rules take matrix roots)
-    gradient = lambda: draw() * rng.choice([-1.0, 1.0], (4, 4))  # noqa: E731 (of either sign)
+    draw = lambda: jnp.asarray(rng.uniform(0.5, 1.5, shape))  # noqa: E731
+    gradient = lambda: draw() * rng.choice([-1.0, 1.0], shape)  # noqa: E731 (of either sign)
     h = prepare(rule, {field: jnp.full((1, 1, 1), 0.5) for field in rule.hyperparameters()}, 1)
     h = {k: x.reshape(()) if x.size == 1 else x for k, x in h.items()}
     for link in rule.chain:

@@ -93,7 +93,7 @@ def test_a_reversal_that_fails_beside_derivatives_alone_is_told(monkeypatch: pyt
     monkeypatch.setattr(
         link, "retreat", lambda rule, k, state, h, turns, u: real(rule, k, state, h, turns, [2 * x for x in u])
     )
-    with pytest.raises(AssertionError, match=r"SGD: .* first bits where derivatives are taken; params\['w'\] differs first"):
+    with pytest.raises(AssertionError, match=r"SGD: .* first bits where derivatives are taken; params\['b'\] differs first"):
         hg.testing.check_optimizer(hg.SGD(0.1))
 
 

@@ -157,3 +157,18 @@ def test_a_rule_may_speak_of_an_axis_that_vmap_names() -> None:
         return jnp.sum(jnp.sum(w, axis=1) ** 2)
 
     np.testing.assert_allclose(ours, jax.grad(together)(lanes), rtol=1e-5)
+
+
+class SquaresVectors(hg.SGD):
+    """Linear in the gradient of a matrix, as it says of all."""
+
+    chain = (
+        Link("velocity", lambda h, z, g: (1 - h.momentum) * (g * g if g.ndim < 2 else -g), decay="momentum"),
+        hg.SGD.chain[1],
+    )
+    linear, entrywise = True, False
+
+
+def test_the_checker_tries_vectors_as_well_as_matrices() -> None:
+    with pytest.raises(AssertionError, match="declares linear = True, but the gradient enters"):
+        hg.testing.check_optimizer(SquaresVectors(0.1))
