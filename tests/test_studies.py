@@ -288,11 +288,6 @@ def test_a_trial_that_died_is_tried_again_at_its_place():
     assert study.trials[3].params == died.params
 
 
-def test_damaged_marks_say_so():
-    with pytest.raises(ValueError, match="a trial's attribute is damaged"):
-        _marks.unpacked("!!", "<f4")
-
-
 def test_meta_optimizers_that_want_the_value_get_it():
     rule = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
     study = started(meta_optimizer=rule)

@@ -235,7 +235,7 @@ def test_marks_of_another_version_are_passed_over_with_one_warning():
                 value=trial.value, params=trial.params, distributions=trial.distributions, system_attrs=attributes
             )
         )
-    with pytest.warns(UserWarning, match=r"another version of hypergrad wrote \(format 99, here 1\)") as caught:
+    with pytest.warns(UserWarning, match=r"another version of hypergrad wrote them \(format 99, here 1\)") as caught:
         newer.optimize(parabola, n_trials=8)
     assert len(caught) == 1
     assert [_marks.read_link(t) is None for t in newer.trials] == 5 * [True] + 8 * [False]

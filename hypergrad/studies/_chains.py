@@ -86,7 +86,7 @@ def counts(trial: FrozenTrial) -> bool:
     if trial.state != TrialState.COMPLETE or not math.isfinite(trial.value or 0.0):
         return False
     names = _marks.gradient_names(trial)
-    return names is not None and (_marks.TREE in trial.system_attrs or any(is_free(trial, name) for name in names))
+    return names is not None and (_marks.tree_leaves(trial) is not None or any(is_free(trial, name) for name in names))
 
 
 def is_free(trial: FrozenTrial, name: str) -> bool:

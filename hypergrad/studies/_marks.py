@@ -1,16 +1,23 @@
 """What the library writes into a trial: its link in a chain, its gradient, its tree; as system attributes.
 
-Invariant: `unpacked(packed(x), x.dtype)` is x. A mark of another format is as good as absent.
+Invariant: `unpacked(packed(x), x.dtype, [x.size])` is x. The storage is shared and not trusted: a mark of another format or
+form is as good as absent, and nothing inflates beyond what is known to be needed.
 """
 
 import base64
 import binascii
+import functools
+import itertools
+import math
+import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import optuna
+
+from hypergrad._forms import misfit, natural, shown, text
 
 
 FORMAT = 1
@@ -38,6 +45,25 @@ class Tree(NamedTuple):
 
     leaves: dict[str, str]
     elements: np.ndarray
+
+
+def _is_leaves(x: Any) -> bool:
+    return isinstance(x, dict) and all(map(text, (*x, *x.values()))) and _size(x) <= _MOST
+
+
+_MOST = 2**24  # numbers of one tree
+_FORMS: dict[str, dict[str, Any]] = {
+    LINK: {"chain": natural, "step": natural, "parent": lambda x: x is None or natural(x), "trial": natural},
+    GRADIENT: {"names": lambda x: isinstance(x, list) and all(map(text, x)) and len({*x}) == len(x), "values": text},
+    TREE: {"leaves": _is_leaves, "dtype": lambda x: x in ("<f4", "<f8"), "values": text},
+}
+_SHAPE = re.compile(r"\w+\[([\d, ]*)\] in ")
+
+
+def _size(leaves: dict[str, str]) -> int:
+    """How many elements leaves have that are described like this; more than anybody can have where they are not."""
+    shapes = [_SHAPE.match(x) for x in leaves.values()]
+    return sum(math.prod(map(int, filter(None, s[1].split(", ")))) if s else _MOST + 1 for s in shapes)
 
 
 def write_link(storage: Any, trial: Any, link: Link) -> None:
@@ -72,7 +98,8 @@ def read_gradient(trial: Any) -> Gradient | None:
     mark = _read(trial.system_attrs, GRADIENT)
     if mark is None:
         return None
-    values, names = unpacked(mark["values"], "<f4"), tuple(mark["names"])
+    names = tuple(mark["names"])
+    values = unpacked(mark["values"], "<f4", _lengths(trial.system_attrs, mark))
     return Gradient(names, *np.split(values.astype(np.float64), [len(names)]))
 
 
@@ -95,17 +122,25 @@ def write_tree(storage: Any, trial_id: int, tree: Tree) -> None:
 
 def read_tree(attributes: Mapping[str, Any]) -> Tree | None:
     mark = _read(attributes, TREE)
-    return None if mark is None else Tree(mark["leaves"], unpacked(mark["values"], mark["dtype"]))
+    if mark is None:
+        return None
+    return Tree(mark["leaves"], unpacked(mark["values"], mark["dtype"], (_size(mark["leaves"]),)))
+
+
+def tree_leaves(trial: Any) -> dict[str, str] | None:
+    """Of the tree, undecoded; None without one."""
+    mark = _read(trial.system_attrs, TREE)
+    return None if mark is None else mark["leaves"]
 
 
 def study_seed(study: optuna.Study, seed: int | None = None) -> int:
     """The seed of a study: that of the first sampler that came, kept in its storage; drawn if that had none."""
-    known = study._storage.get_study_system_attrs(study._study_id)
-    if SEED not in known:
-        drawn = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
-        study._storage.set_study_system_attr(study._study_id, SEED, drawn)
-        return drawn
-    return known[SEED]
+    known = study._storage.get_study_system_attrs(study._study_id).get(SEED)
+    if type(known) is int and 0 <= known < 2**128:
+        return known
+    drawn = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
+    study._storage.set_study_system_attr(study._study_id, SEED, drawn)
+    return drawn
 
 
 def draw(seed: int, chain: int, step: int, name: str = "") -> int:
@@ -118,17 +153,36 @@ def packed(values: np.ndarray) -> str:
     return base64.b85encode(zlib.compress(values.tobytes())).decode()
 
 
-def unpacked(text: str, dtype: Any) -> np.ndarray:
+def unpacked(packed: str, dtype: Any, lengths: Sequence[int]) -> np.ndarray:
+    """Of so many numbers, of one of these lengths; ValueError if it is not, or if they are not finite."""
+    sizes = [np.dtype(dtype).itemsize * length for length in lengths]
+    inflate = zlib.decompressobj()
     try:
-        return np.frombuffer(zlib.decompress(base64.b85decode(text)), dtype)
+        content = inflate.decompress(base64.b85decode(packed), max(sizes) + 1)  # 0 would be no limit
     except (ValueError, binascii.Error, zlib.error) as error:
-        raise ValueError(f"a trial's attribute is damaged: {error}. Remove the study, or its last trials.") from error
+        raise ValueError(f"its values cannot be read ({error})") from error
+    if len(content) not in sizes or not inflate.eof:
+        raise ValueError(f"its values are not {' or '.join(map(str, lengths))} numbers")
+    values = np.frombuffer(content, dtype)
+    if not np.isfinite(values).all():
+        raise ValueError("its values are not finite")
+    return values
 
 
-def foreign_formats(trials: list[Any]) -> set[Any]:
-    """The formats of marks that this version does not read."""
-    marks = (trial.system_attrs.get(key) for trial in trials for key in (LINK, GRADIENT, TREE))
-    return {_format(mark) for mark in marks if mark is not None} - {FORMAT}
+def unusable(trials: list[Any]) -> dict[str, str]:
+    """{kind of mark: what is wrong with one of that kind} for those that this version does not read."""
+    found: dict[str, str] = {}
+    for trial, key in itertools.product(trials, (LINK, GRADIENT, TREE)):
+        mark, kind = trial.system_attrs.get(key), key.partition(":")[2]
+        if mark is None or kind in found:
+            continue
+        if (other := _format(mark)) != FORMAT:
+            found[f"format {other}" if type(other) is int else "format"] = (
+                f"another version of hypergrad wrote them (format {other}, here {FORMAT})"
+            )
+        elif problem := _problem(trial.system_attrs, key):
+            found[kind] = f"of the {kind} of trial {trial.number}, {problem}"
+    return found
 
 
 def _write(storage: Any, trial_id: int, key: str, content: dict[str, Any]) -> None:
@@ -137,8 +191,36 @@ def _write(storage: Any, trial_id: int, key: str, content: dict[str, Any]) -> No
 
 def _read(attributes: Mapping[str, Any], key: str) -> dict[str, Any] | None:
     mark = attributes.get(key)
-    return mark if mark is not None and _format(mark) == FORMAT else None
+    return mark if mark is not None and _format(mark) == FORMAT and not _problem(attributes, key) else None
+
+
+def _problem(attributes: Mapping[str, Any], key: str) -> str:
+    """What is wrong with a mark of this format; "" if nothing is."""
+    mark = attributes[key]
+    if problem := misfit(mark, {"format": lambda x: True, **_FORMS[key]}, "it"):
+        return problem
+    if key == GRADIENT:
+        return _values_problem(mark["values"], "<f4", _lengths(attributes, mark))
+    if key == TREE:
+        return _values_problem(mark["values"], mark["dtype"], (_size(mark["leaves"]),))
+    return ""
+
+
+def _lengths(attributes: Mapping[str, Any], gradient: dict[str, Any]) -> tuple[int, ...]:
+    """Of a gradient: derivatives of the named numbers, and of the tree if there is one, or of these alone."""
+    names, tree = len(gradient["names"]), _read(attributes, TREE)
+    return (names,) if tree is None else (names, names + _size(tree["leaves"]))
+
+
+@functools.lru_cache(maxsize=1024)  # each is asked for whenever a trial begins
+def _values_problem(packed: str, dtype: str, lengths: tuple[int, ...]) -> str:
+    try:
+        unpacked(packed, dtype, lengths)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _format(mark: Any) -> Any:
-    return mark.get("format") if isinstance(mark, dict) else repr(mark)[:20]
+    found = mark.get("format") if isinstance(mark, dict) else mark
+    return found if type(found) is int else shown(found)

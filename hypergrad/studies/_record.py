@@ -11,6 +11,7 @@ import numpy as np
 import optuna
 from optuna.trial import TrialState
 
+from hypergrad._forms import natural as natural_number
 from hypergrad.errors import HypergradError
 from hypergrad.hypers import hyper_path, natural
 
@@ -29,7 +30,8 @@ class RecordTrials:
         self.begin(None)
 
     def begin(self, history: list[Any] | None) -> None:
-        runs = [t.user_attrs.get("run", -1) for t in self.study.get_trials(deepcopy=False)]
+        attributes = (t.user_attrs.get("run") for t in self.study.get_trials(deepcopy=False))
+        runs = [int(run) for run in attributes if run is not None and natural_number(run)]  # or something else of that name
         self.run = max(runs, default=-1) + (0 if history and max(runs, default=-1) >= 0 else 1)
         for done in history or ():
             self(done)

@@ -45,7 +45,7 @@ class HypergradientSampler(BaseSampler):
         if link is not None:
             return  # decided when the trial was asked for
         trials = storage.get_all_trials(study._study_id, deepcopy=False)
-        self._warn_of_foreign(trials)
+        self._warn_of_unusable(trials)
         _marks.study_seed(study, self._seed)
         link = _marks.Link(trial.number, 0, None)
         again = _marks.copied_link(trial)
@@ -104,7 +104,8 @@ class HypergradientSampler(BaseSampler):
         link = self._link(study, trial)
         if link is None or link.step == 0:
             return None
-        return _chains.before(study._storage.get_all_trials(study._study_id, deepcopy=False), trial.number, link)
+        chain = _chains.before(study._storage.get_all_trials(study._study_id, deepcopy=False), trial.number, link)
+        return chain if chain.trials else None
 
     def _hand_over_tree(self, study: Study, trial: FrozenTrial, chain: _chains.Chain) -> None:
         tree = _marks.read_tree(chain.head.system_attrs)
@@ -113,13 +114,12 @@ class HypergradientSampler(BaseSampler):
             moved = tree.elements if elements is None else elements.astype(tree.elements.dtype)
             _marks.write_tree(study._storage, trial._trial_id, _marks.Tree(tree.leaves, moved))
 
-    def _warn_of_foreign(self, trials: list[FrozenTrial]) -> None:
-        foreign = _marks.foreign_formats(trials) - self._warned
-        if foreign:
-            self._warned |= foreign
+    def _warn_of_unusable(self, trials: list[FrozenTrial]) -> None:
+        found = _marks.unusable(trials)
+        for kind in found.keys() - self._warned:
+            self._warned.add(kind)
             warnings.warn(
-                "the study holds gradients or chains that another version of hypergrad wrote (format "
-                f"{', '.join(sorted(map(str, foreign)))}, here {_marks.FORMAT}): their trials count as plain ones.",
+                f"the study holds gradients or chains that cannot be used: {found[kind]}. Their trials count as plain ones.",
                 stacklevel=4,
             )
 

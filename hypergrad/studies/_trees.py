@@ -50,8 +50,7 @@ def _attributes(trial: Any) -> dict[str, Any]:
 
 def _asked_before(trial: optuna.trial.Trial, leaves: dict[str, str]) -> bool:
     others = trial.study.get_trials(deepcopy=False)
-    marks = (t.system_attrs.get(_marks.TREE) for t in others if t.number < trial.number)
-    return any(mark is not None and mark.get("leaves") == leaves for mark in marks)
+    return any(_marks.tree_leaves(t) == leaves for t in others if t.number < trial.number)
 
 
 def _shaped(elements: np.ndarray, like: Any) -> Any:
