@@ -6,22 +6,19 @@ Invariant: each function is called here, when training is entered, and never aga
 import contextlib
 import dataclasses
 import functools
-import inspect
-import os
-import pathlib
-import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import Jaxpr, Primitive, primitives
+from jax.extend.core import Jaxpr
 
 from hypergrad import _door as door
 from hypergrad import _programs as programs
 from hypergrad._closures import name_in, name_of
+from hypergrad._own_rules import is_float, own_rule
 from hypergrad._program_keys import Key, array_key, equations
 from hypergrad._programs import Program
 from hypergrad.loop.functions import Frozen, Functions
@@ -120,7 +117,7 @@ def rule_programs(optimizer: Optimizer, rule: Rule, values: Values, h: Hypers) -
         program, held = programs.trace(function, *args)
         collective |= _collective(program)
         key: Hashable = program.key
-        if any(map(_own_rule, equations(program.jaxpr))):
+        if any(map(own_rule, equations(program.jaxpr))):
             key, held = _derived(function, args) or (object(), held)
         for x in held:
             if isinstance(x, jax.core.Tracer):
@@ -151,7 +148,7 @@ def _rules(loss: Any, program: Program, constants: list[Any], arguments: Any) ->
     They are no part of the loss as a program. A rule is a Python function like the loss: it may read something else today,
     and it may hold arrays, which are told by identity.
     """
-    if not any(map(_own_rule, equations(program.jaxpr))):
+    if not any(map(own_rule, equations(program.jaxpr))):
         return None
 
     def values(w: list[Array], theta: list[Array], constants: list[Any], *rest: Any) -> list[Array]:
@@ -193,74 +190,15 @@ def _collective(program: Program) -> bool:
     return any(type(effect).__name__ == "NamedAxisEffect" for effect in program.jaxpr.effects)
 
 
-def _own_rule(equation: Any) -> bool:
-    """Whether a derivative is declared here that is not JAX's own."""
-    name = equation.primitive.name
-    if name == "custom_jvp_call":
-        source = equation.params["call_jaxpr"].jaxpr.debug_info.func_src_info or ""
-        # The derivative of `custom_root` is that of a root only as far as its `tangent_solve` solves.
-        return f" at {_JAX}" not in source or "_custom_root" in source or not _of_jax(equation.params["jvp_jaxpr_fun"])
-    return equation.primitive not in _PRIMITIVES and name not in _NAMES and any(map(_is_float, equation.outvars))
-
-
-def _of_jax(rule: Any) -> bool:
-    """Whether all functions that a rule is made of are JAX's: `jax.custom_jvp(jnp.matmul)` has somebody else's rule."""
-    found = list(_functions_of(rule, set()))
-    return (
-        bool(found)
-        and all(x.__code__.co_filename.startswith(_JAX) for x in found if inspect.isfunction(x))
-        and all(type(x).__module__.split(".")[0] in ("jax", "jaxlib", "builtins") for x in found)
-    )
-
-
-def _functions_of(x: Any, seen: set[int]) -> Iterator[Any]:
-    """Callables that a function is or holds: in closures, in partial arguments, in what JAX wraps around."""
-    if id(x) in seen:
-        return
-    seen.add(id(x))
-    inner: Any = ()
-    if isinstance(x, (tuple, list)):
-        inner = x
-    elif isinstance(x, functools.partial):
-        inner = (x.func, *x.args, *x.keywords.values())
-    elif inspect.ismethod(x):
-        inner = (x.__func__,)
-    elif type(x).__name__ == "WrappedFun":
-        inner = (x.f,)
-    elif callable(x):
-        yield x
-        inner = [c.cell_contents for c in getattr(x, "__closure__", None) or () if c != types.CellType()]
-    for y in inner:
-        yield from _functions_of(y, seen)
-
-
-_JAX = f"{pathlib.Path(inspect.getfile(jax)).parent}{os.sep}"
-# Whose derivative rules are those of what they compute. A `custom_vjp`, a solver with a rule, a call to other code: not
-# these.
-_PRIMITIVES = {
-    x
-    for x in vars(primitives).values()
-    if isinstance(x, Primitive) and x.name not in ("custom_vjp_call", "custom_lin", "custom_linear_solve")
-}
-_NAMES = {
-    "debug_callback", "debug_print", "layout_constraint", "optimization_barrier", "pvary", "ragged_dot_general",
-    "random_unwrap", "random_wrap", "reshard", "scatter-sub", "shard_map", "split", "stack", "tile", "unstack",
-}  # fmt: skip
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(getattr(x.aval, "dtype", jnp.int32), jnp.inexact)
-
-
 def _symmetric(jaxpr: Jaxpr) -> bool:
     """Whether the Jacobian of the loss's gradient is symmetric for certain: it is where the gradient is one of something.
 
     A loss whose derivative rules are its own has a field in the place of a gradient, which may be the gradient of nothing. A
     `stop_gradient` is a constant to all derivatives, so that what is left is a gradient.
     """
-    return not any(map(_own_rule, equations(jaxpr)))
+    return not any(map(own_rule, equations(jaxpr)))
 
 
 def _narrow(jaxpr: Jaxpr) -> bool:
-    found = {x.aval.dtype for e in equations(jaxpr) for x in (*e.invars, *e.outvars) if _is_float(x)}
+    found = {x.aval.dtype for e in equations(jaxpr) for x in (*e.invars, *e.outvars) if is_float(x)}
     return any(jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp for dtype in found)

@@ -23,7 +23,7 @@ ROOMS = [
     {"optimizers"},
     {"loop"},
     {"adjoints"},
-    {"_closures", "_door", "_trace", "_train", "_check", "_inverse"},
+    {"_closures", "_door", "_own_rules", "_trace", "_train", "_check", "_inverse"},
     {"_safe_files", "_arrays", "_folder_owner"},
     {"_evaluate", "_descent", "_history", "_run_record", "_checkpoint", "_meta_loop", "_optimize"},
     {"_diagnose", "_agreement", "_differences"},

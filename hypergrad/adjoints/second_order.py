@@ -31,7 +31,7 @@ class Gradients(NamedTuple):
     value: Array
     seen: list[Array]  # evidence for the statistics
     w: list[Array]
-    theta: list[Array]  # of the wanted leaves
+    theta: list[Array]  # of the wanted leaves; none where the loss has derivative rules of its own
 
 
 class Products(NamedTuple):
@@ -48,12 +48,17 @@ FirstOrder = Callable[[list[Array], list[Array], list[Array], Frozen, list[Any]]
 
 
 def first_order(problem: Problem, wanted: tuple[bool, ...]) -> FirstOrder:
-    """(w, wanted theta, theta, frozen, batch) -> ((gradient in w, in the wanted leaves of theta), (loss, evidence))."""
+    """(w, wanted theta, theta, frozen, batch) -> ((gradient in w, in the wanted leaves of theta), (loss, evidence)).
+
+    A derivative rule holds once: training differentiates in w, which uses it up for w, and not for theta. So where the loss
+    has rules of its own the gradient is in w alone, as in training.
+    """
+    symmetric = problem.functions.symmetric
 
     def gradients(w: list[Array], chosen: list[Array], theta: list[Array], *rest: Any) -> tuple[Any, Any]:
         value = lambda w, chosen: problem.value(w, merged(wanted, chosen, theta), *rest)  # noqa: E731
-        found, g = jax.value_and_grad(value, argnums=(0, 1), has_aux=True)(w, chosen)
-        return g, found
+        found, g = jax.value_and_grad(value, argnums=(0, 1) if symmetric else (0,), has_aux=True)(w, chosen)
+        return g if symmetric else (*g, []), found
 
     return problem.maybe_jit(gradients)
 

@@ -1,0 +1,164 @@
+"""Random training, differentiated along `hg.Reversible` and along `hg.Unrolled`: is there one that differs without a word?
+
+    python -m experiments.fuzz [--minutes 15 | --cases N] [--first SEED] [--only SEED ...] [--log FILE]
+
+A case is made of its number alone: a loss drawn from a grammar of JAX (`experiments/_grammar.py`), some of them with
+derivative rules of their own, an optimizer with transformations and statistics, floats, batches, a mode, and what is
+differentiated. `--only` runs one again and prints its loss. Several processes may share the numbers: `--first 0 --cases
+1000` and `--first 1000 --cases 1000`. The last table counts what came of them; exit status 1 if one differs, or fails in
+words that are not the library's.
+"""
+
+import argparse
+import collections
+import functools
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from experiments import _judge
+from experiments._cases import ADJOINTS, Drawn, draw
+from experiments._judge import Verdict
+
+
+KINDS = {
+    "equal": "equal",
+    "isolated": "equal, the gradients computed apart from their derivatives",
+    "refused": "refused in words",
+    "diverged": "diverged, both",
+    "unclear": "too sensitive to rounding to say",
+    "DIFFERENT": "DIFFERENT, silently",
+    "CRASHED": "CRASHED",
+}
+TOLERANCES = {"": 1e-9, "32 bits": 1e-4, "16 bits": 0.05}  # relative, by the narrowest floats
+ULPS = {"": 2.0**-52, "32 bits": 2.0**-23, "16 bits": 2.0**-8}
+ROUNDINGS = 100.0  # what roads may differ by, in changes of the result by one rounding of every input
+BLUR = 0.3  # where such a difference says nothing
+FORGET = 25  # cases: compiled programs take maps of memory
+
+
+class Done(NamedTuple):
+    seed: int
+    verdict: Verdict
+    seconds: float
+    drawn: Drawn
+
+    def record(self) -> dict[str, Any]:
+        error = None if math.isnan(self.verdict.error) else self.verdict.error
+        return {
+            "seed": self.seed, "kind": self.verdict.kind, "detail": self.verdict.detail, "error": error,
+            "seconds": round(self.seconds, 2), "what": self.drawn.what, "marks": sorted(self.drawn.marks),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        error = "" if math.isnan(self.verdict.error) else f" {self.verdict.error:.1e}"
+        return f"{self.seed}: {self.verdict.kind}{error} {self.verdict.detail} [{self.drawn.what}] {self.seconds:.1f} s"
+
+
+def narrowest(drawn: Drawn) -> str:
+    """A key of `TOLERANCES`."""
+    return "16 bits" if "16 bits" in drawn.marks else "" if drawn.x64 and "32 bits" not in drawn.marks else "32 bits"
+
+
+def judged(drawn: Drawn) -> Verdict:
+    with jax.enable_x64(drawn.x64):
+        case = drawn.make()
+        compute, floats = _judge.oracle(case), narrowest(drawn)
+        mode = "eager" if drawn.mode in ADJOINTS else drawn.mode
+        options = {"compiler_options": _judge.QUICK} if drawn.quick and jax.default_backend() == "cpu" else {}
+        asked = drawn.names, mode, TOLERANCES[floats], compute, ADJOINTS.get(drawn.mode)
+        verdict = _judge.judge(case, *asked, **options)
+        if verdict.kind != "DIFFERENT" or math.isnan(verdict.error):
+            return verdict
+        allowed = ROUNDINGS * sensitivity(case, compute, drawn.names, mode, ULPS[floats])
+    if verdict.error > max(allowed, TOLERANCES[floats]):
+        return verdict
+    if allowed < BLUR:
+        return verdict._replace(kind="equal", detail="within what roundings do")
+    return verdict._replace(kind="unclear", detail="")
+
+
+def sensitivity(case: _judge.Case, compute: Any, names: tuple[str, ...], mode: str, ulp: float) -> float:
+    """By how much the derivative along the oracle changes where every number is rounded otherwise."""
+    worst = 0.0
+    for h, key in _judge.asked(case, mode):
+        value, gradient = compute(h, key)
+        for sign in (1, -1):
+            moved, other = compute(jax.tree.map(functools.partial(rounded_otherwise, sign * ulp), h), key)
+            pair = {k: other[k] for k in names}, {k: gradient[k] for k in names}
+            of_value = abs(float(moved) - float(value)) / (abs(float(value)) + 1e-6)
+            worst = max(worst, of_value, *(error for _, error in _judge.distances(*pair)))
+    return worst
+
+
+def rounded_otherwise(ulp: float, x: Any) -> Any:
+    return x * (1 + ulp * jnp.cos(jnp.arange(x.size) + 1.0).reshape(x.shape)).astype(x.dtype)
+
+
+def run(seed: int) -> Done:
+    begin = time.perf_counter()
+    drawn = draw(seed)
+    verdict, failure, _ = _judge.attempt(lambda: judged(drawn))
+    return Done(seed, failure or verdict, time.perf_counter() - begin, drawn)
+
+
+def seeds(arguments: argparse.Namespace) -> Iterator[int]:
+    if arguments.only:
+        yield from arguments.only
+        return
+    end, seed = time.perf_counter() + 60 * arguments.minutes, arguments.first
+    while seed < arguments.first + arguments.cases if arguments.cases else time.perf_counter() < end:
+        yield seed
+        seed += 1
+
+
+def table(done: list[Done]) -> str:
+    counts = collections.Counter(d.verdict.kind for d in done)
+    lines = [f"{len(done)} cases, {sum(d.seconds for d in done) / max(len(done), 1):.1f} s each, jax {jax.__version__}"]
+    lines += [f"{counts[k]:6d} {100 * counts[k] / max(len(done), 1):6.2f}%  {words}" for k, words in KINDS.items()]
+    reasons = collections.Counter((d.verdict.kind, d.verdict.detail) for d in done if d.verdict.kind == "refused")
+    lines += [f"{n:6d} {100 * n / len(done):6.2f}%    refused: {detail}" for (_, detail), n in reasons.most_common()]
+    return "\n".join([*lines, *(str(d) for d in done if d.verdict.kind.isupper())])
+
+
+def main(arguments: argparse.Namespace) -> int:
+    done: list[Done] = []
+    log = open(arguments.log, "a") if arguments.log else None  # noqa: SIM115
+    for i, seed in enumerate(seeds(arguments)):
+        result = run(seed)
+        done.append(result._replace(drawn=result.drawn._replace(make=None)))
+        if arguments.only:
+            print(f"{result.drawn.source}\n{result.drawn.what}")
+        if arguments.only or arguments.verbose or result.verdict.kind.isupper():
+            print(result, flush=True)
+        if log is not None:
+            print(json.dumps(result.record()), file=log, flush=True)
+        if (i + 1) % FORGET == 0:
+            jax.clear_caches()
+            kinds = collections.Counter(d.verdict.kind for d in done)
+            print(f"seed {seed}: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}", flush=True)
+    if log is not None:
+        log.close()
+    print(table(done))
+    return int(any(d.verdict.kind.isupper() for d in done))
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--cases", type=int, help="so many, however long they take")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED")
+    parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="these alone, with their sources")
+    parser.add_argument("--log", metavar="FILE", help="a line of JSON for each case is added to it")
+    parser.add_argument("--verbose", action="store_true", help="a line for each case")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(parser().parse_args()))

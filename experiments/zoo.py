@@ -1,0 +1,258 @@
+"""Every loss of the zoo has one hypergradient, whatever the mode and the rule: that of `hg.Unrolled`.
+
+    python -m experiments.zoo [--only NAME ...] [--modes eager jit vmap] [--rules sgd adam clipped] [...]
+
+The zoo is in `tests/adversarial`: losses as people write them, many with derivative rules of their own. Each is trained for
+a few steps and differentiated in its initial parameters, theta and the rate, or in some of them by turns. In float64 the two
+roads agree to 1e-9, leaf by leaf; in float32 the result is finite, and near that of float64 where the loss is smooth. The
+oracle is judged too, once for each loss: beside differences of the run where those make sense, and beside SGD written down
+plainly with `lax.scan`. Exit status 1 if one differs, is refused or crashes.
+"""
+
+import argparse
+import itertools
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+import hypergrad as hg
+from experiments import _judge
+from experiments._judge import Case, Verdict
+
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "adversarial"))  # the tests' own, and no package
+
+import zoo  # noqa: E402
+
+
+STEPS = 10
+MOMENTUM = 0.9
+FLOAT32 = 1e-3  # how near float32 has to be to float64, where the loss is smooth
+PLAIN = 1e-6  # how near training without a grid is
+
+RULES: dict[str, Callable[[Any], Any]] = {  # of the rates: one for each loss that is trained
+    "sgd": lambda rates: hg.SGD(rates, MOMENTUM),
+    "adam": lambda rates: hg.Adam(jax.tree.map(lambda a: a / 10, rates)),
+    "clipped": lambda rates: hg.clip_by_global_norm(hg.HeavyBall(jax.tree.map(lambda a: a / 10, rates), MOMENTUM), 0.5),
+}
+SMOOTH = {  # for differences: Adam's first steps are signs, which cross zero within any distance
+    **RULES,
+    "adam": lambda rates: hg.Adam(jax.tree.map(lambda a: a / 3, rates), eps=0.1),
+}
+ASKED = (("params", "theta", "rate"), ("theta",), ("rate",), ("theta", "rate"))  # what is differentiated, by turns
+VARIED = (("key",), ("rate",))  # what differs between lanes, by turns
+
+
+class Trained(NamedTuple):
+    """What a problem's value may read of `hg.Trained`."""
+
+    params: Any
+    statistics: Any
+
+
+class Together:
+    """Some problems trained as one: the sum of their losses. A case for each rule."""
+
+    def __init__(self, entries: Sequence[zoo.Entry], dtype: Any) -> None:
+        self.problems = {entry.name: entry.make(dtype) for entry in entries}
+        each = lambda field: {name: getattr(p, field) for name, p in self.problems.items()}  # noqa: E731
+        self.theta, self.static = eqx.partition(each("theta"), eqx.is_inexact_array)
+        self.params, self.data = each("params"), each("data")
+        kept = {name: p.statistics for name, p in self.problems.items() if p.statistics is not None}
+        decays, values = ({name: getattr(s, field) for name, s in kept.items()} for field in ("decay", "values"))
+        self.statistics = hg.Statistics(values, decays) if kept else None
+        self.dtype = dtype
+
+    def loss(self, params: Any, theta: Any, batch: Any) -> Any:
+        theta, total, evidence = eqx.combine(theta, self.static), jnp.zeros((), self.dtype), {}
+        for name, problem in self.problems.items():
+            found = problem.loss(params[name], theta[name], batch[name])
+            if problem.statistics is not None:
+                found, evidence[name] = found
+            total = total + found.astype(self.dtype)
+        return (total, evidence) if evidence else total
+
+    def value(self, params: Any, statistics: Any) -> jax.Array:
+        """What the runs come to: the sum of what each problem makes of its own."""
+        total = jnp.zeros((), self.dtype)
+        for name, problem in self.problems.items():
+            own = Trained(params[name], (statistics or {}).get(name))
+            total = total + (problem.value or (lambda run: zoo.probe(run.params)))(own).astype(self.dtype)
+        return total
+
+    def rates(self, factor: jax.Array) -> Any:
+        return {name: factor * problem.rate for name, problem in self.problems.items()}
+
+    def batches(self, key: Any, steps: int) -> Any:
+        order = jax.random.permutation(key, steps) % zoo.DISTINCT
+        return hg.stacked(jax.tree.map(lambda x: x[order], self.data))
+
+    def case(self, rule: Callable[[Any], Any], steps: int = STEPS, varied: tuple[str, ...] = ("key",)) -> Case:
+        def value(h: Any, key: Any, adjoint: Any) -> jax.Array:
+            run = hg.train(
+                self.loss, h["params"], rule(self.rates(h["rate"])), self.batches(key, steps), theta=h["theta"],
+                statistics=self.statistics, adjoint=adjoint,
+            )  # fmt: skip
+            return self.value(run.params, run.statistics)
+
+        h = {"params": self.params, "theta": self.theta, "rate": jnp.ones((), self.dtype)}
+        return Case(value, h, jax.random.key(7), varied)
+
+    def plainly(self, steps: int = STEPS) -> Callable[[Any, Any], jax.Array]:
+        """(h, key) -> value, by SGD as one writes it: floats, `lax.scan`, and no part of the library but its batches."""
+        kept = round(MOMENTUM * 2**16) / 2**16
+
+        def value(h: Any, key: Any) -> jax.Array:
+            batches, rates = self.batches(key, steps), self.rates(h["rate"])
+            found = jax.value_and_grad(self.loss, has_aux=self.statistics is not None)
+
+            def step(carry: Any, t: jax.Array) -> Any:
+                w, v, s = carry
+                value, g = found(w, h["theta"], batches(t))
+                v = jax.tree.map(lambda v, g: kept * v - (1 - kept) * g, v, g)
+                w = {name: jax.tree.map(lambda w, v, a=a: w + a * v, w[name], v[name]) for name, a in rates.items()}
+                if self.statistics is not None:
+                    r = {name: round(decay * 2**16) / 2**16 for name, decay in self.statistics.decay.items()}
+                    follow = lambda r: lambda s, e: r * s + (1 - r) * e  # noqa: E731
+                    s = {name: jax.tree.map(follow(r[name]), s[name], value[1][name]) for name in r}
+                return (w, v, s), None
+
+            means = None if self.statistics is None else self.statistics.values
+            start = (h["params"], jax.tree.map(jnp.zeros_like, h["params"]), means)
+            (w, _, s), _ = jax.lax.scan(step, start, jnp.arange(steps, dtype=jnp.int32))
+            return self.value(w, s)
+
+        return value
+
+
+class Row(NamedTuple):
+    """One case of the table."""
+
+    name: str
+    what: str
+    verdict: Verdict
+    seconds: float
+
+    def __str__(self) -> str:
+        error = "" if self.verdict.error != self.verdict.error else f" {self.verdict.error:.1e}"
+        return f"{self.name:28s} {self.what:34s} {self.seconds:6.1f} s  {self.verdict.kind}{error} {self.verdict.detail}"
+
+
+def of_the_oracle(entry: zoo.Entry, steps: int = STEPS) -> list[tuple[str, Verdict]]:
+    """`hg.Unrolled` beside plain SGD, and beside differences of SGD, Adam and clipped runs."""
+    with jax.enable_x64(True):
+        together = Together([entry], jnp.float64)
+        case = together.case(RULES["sgd"], steps)
+        truth = _judge.oracle(case)(*case.lane(0))
+        plain = jax.jit(jax.value_and_grad(together.plainly(steps)))(*case.lane(0))
+        rows = [("plain SGD", _judge.compare([truth], [plain], max(PLAIN, entry.tolerance)))]
+        for name, rule in SMOOTH.items() if entry.smooth else ():
+            case = together.case(rule, steps)
+            claimed, difference = _judge.slope(case, _judge.oracle(case)(*case.lane(0))[1])
+            error = abs(claimed - difference) / (abs(difference) + 1e-3)
+            rows.append((f"differences of {name}", Verdict("equal" if error < 1e-6 else "DIFFERENT", "", error)))
+        return rows
+
+
+def in_float64(entries: Sequence[zoo.Entry], rule: str, modes: Sequence[str], turn: int, steps: int = STEPS) -> list[Any]:
+    """[(what was asked, verdict)], one for each mode; turn: which of `ASKED` and `VARIED` comes first."""
+    rows = []
+    with jax.enable_x64(True):
+        together = Together(entries, jnp.float64)
+        expected = None
+        for i, mode in enumerate(modes):
+            names, varied = ASKED[(turn + i) % len(ASKED)], VARIED[(turn + i) % len(VARIED)]
+            if mode == "vmap" and not set(varied) & {"key", *names}:
+                varied = ("key",)
+            case = together.case(RULES[rule], steps, varied)
+            expected = expected or _judge.oracle(case)
+            tolerance = max(entry.tolerance for entry in entries)
+            asked = f"float64 {rule} {mode}, in {' '.join(names)}"
+            rows.append((asked, lambda a=(case, names, mode, tolerance, expected): _judge.judge(*a)))
+        return [(asked, compute()) for asked, compute in rows]
+
+
+def in_float32(entry: zoo.Entry, rule: str, modes: Sequence[str], turn: int, steps: int = STEPS) -> list[Any]:
+    """Finite; and near the derivative of float64 where the loss is smooth, or as near as a change by one ulp leaves it."""
+    with jax.enable_x64(True):
+        case = Together([entry], jnp.float64).case(RULES[rule], steps)
+        compute = _judge.oracle(case)
+        truths = {varied: [compute(*case._replace(varied=varied).lane(i)) for i in range(_judge.LANES)] for varied in VARIED}
+        h, key = case.lane(0)
+        nudged = compute(jax.tree.map(lambda x: x * (1 + 2.0**-23), h), key)
+        truths, nudged = jax.tree.map(jax.device_get, (truths, nudged))
+    sensitivity = max(error for _, error in _judge.distances(nudged[1], truths[VARIED[0]][0][1]))
+    tolerance = max(FLOAT32, 30 * sensitivity, entry.tolerance) if entry.smooth else float("inf")
+    rows = []
+    together = Together([entry], jnp.float32)
+    for i, mode in enumerate(modes):
+        names, varied = ASKED[(turn + i) % len(ASKED)], VARIED[(turn + i) % len(VARIED)]
+        case = together.case(RULES[rule], steps, varied)
+        found, verdict, said = _judge.attempt(lambda: _judge.reversed_gradients(case.asking(*names), mode))  # noqa: B023
+        if verdict is None:
+            truth = [(value, {k: gradient[k] for k in names}) for value, gradient in truths[varied][: len(found)]]
+            verdict = _judge.compare(found, truth, tolerance, said)
+        rows.append((f"float32 {rule} {mode}, in {' '.join(names)}", verdict))
+    return rows
+
+
+def groups(size: int = 5) -> list[list[zoo.Entry]]:
+    """The zoo in few programs: those to be alone, then the others in their order, own rules and 16 bits apart."""
+    known = list(zoo.entries().values())
+    alone = [[entry] for entry in known if entry.alone]
+    kinds: dict[Any, list[zoo.Entry]] = {}
+    for entry in known:
+        if not entry.alone:
+            kinds.setdefault((entry.own_rule, entry.tolerance > 1e-9), []).append(entry)
+    return alone + [kind[i : i + size] for kind in kinds.values() for i in range(0, len(kind), size)]
+
+
+def rows_of(entry: zoo.Entry, arguments: argparse.Namespace, number: int) -> Any:
+    """The table of one loss, row by row."""
+    pieces: list[Callable[[], list[Any]]] = [lambda: of_the_oracle(entry, arguments.steps)] if arguments.oracle else []
+    functions = {"float64": lambda *a: in_float64([entry], *a), "float32": lambda *a: in_float32(entry, *a)}
+    for (i, rule), dtype in itertools.product(enumerate(arguments.rules), arguments.dtypes):
+        ask = functions[dtype], rule, arguments.modes, number + i, arguments.steps
+        pieces.append(lambda ask=ask: ask[0](*ask[1:]))
+    for piece in pieces:
+        begin = time.perf_counter()
+        found, failure, _ = _judge.attempt(piece)
+        found = found if failure is None else [("everything", failure)]
+        for what, verdict in found:
+            yield Row(entry.name, what, verdict, (time.perf_counter() - begin) / len(found))
+
+
+def main(arguments: argparse.Namespace) -> int:
+    known, rows = zoo.entries(), []
+    for number, name in enumerate(arguments.only or known):
+        for row in rows_of(known[name], arguments, number):
+            rows.append(row)
+            print(row, flush=True)
+        jax.clear_caches()  # each program takes some of the maps of memory that a process may have
+    print(f"\njax {jax.__version__}: {len(rows)} cases of {len({row.name for row in rows})} losses")
+    for kind in sorted({row.verdict.kind for row in rows}):
+        print(f"{sum(row.verdict.kind == kind for row in rows):6d} {kind}")
+    bad = [row for row in rows if not row.verdict.fine]
+    print("\n".join(str(row) for row in bad))
+    return 1 if bad else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", metavar="NAME", choices=list(zoo.entries()), help="these losses; else all")
+    parser.add_argument("--modes", nargs="+", choices=_judge.MODES, default=_judge.MODES)
+    parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
+    parser.add_argument("--dtypes", nargs="+", choices=("float64", "float32"), default=("float64", "float32"))
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--no-oracle", dest="oracle", action="store_false", help="do not judge hg.Unrolled itself")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(parser().parse_args()))
