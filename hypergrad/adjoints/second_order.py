@@ -39,9 +39,7 @@ class Products(NamedTuple):
 
     w: list[Array]  # J^T u; where a field stands for the gradient, with the derivative of the loss against its cotangent
     theta: list[Array]  # (d_theta g)^T u, of the wanted leaves; likewise
-    asymmetry: Array | None = (
-        None  # |J u - J^T u| and |J^T u|, where somebody watches and J passes as symmetric: float32 [2]
-    )
+    asymmetry: Array | None = None  # |J u - J^T u|, |J^T u|: float32 [2], where somebody watches and J passes as symmetric
 
 
 FirstOrder = Callable[[list[Array], list[Array], list[Array], Frozen, list[Any]], tuple[Any, Any]]

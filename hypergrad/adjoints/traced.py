@@ -42,9 +42,8 @@ def batched_apart(function: Callable[..., Any], forward: bool) -> Callable[..., 
 
     @functools.wraps(function)
     def wrapped(problem: Problem, static: Any, *args: Any) -> Any:
-        if (
-            problem.functions.collective or problem.rule.collective
-        ):  # JAX has no batching rule of one's own around a named axis
+        if problem.functions.collective or problem.rule.collective:
+            # JAX has no batching rule of one's own around a named axis.
             return function(problem.isolated(), static, *args)
         run = jax.custom_batching.custom_vmap(lambda *a: function(problem, static, *a))
 

@@ -1,7 +1,6 @@
 """One training step on the grid, and its exact inverse.
 
-Invariant: `unstep(step(state, g), g) == state`, bit for bit, where g is the gradient at the old parameters: a function of
-integers that both directions recompute alike.
+Invariant: `unstep(step(state, g), g) == state`, bit for bit, where both directions compute the same g at the old parameters.
 """
 
 import dataclasses
