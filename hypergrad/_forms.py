@@ -35,7 +35,10 @@ def misfit(value: Any, form: Form, where: str) -> str:
 
 def shown(value: Any) -> str:
     """A value in an error, short however large or deep it is."""
-    return reprlib.repr(value)
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # integers have a limit of digits beyond which Python does not print them
+        return f"{type(value).__name__} with an integer too long to print"
 
 
 def text(x: Any) -> bool:

@@ -6,10 +6,11 @@ form is as good as absent, and nothing inflates beyond what is known to be neede
 
 import base64
 import binascii
-import functools
 import itertools
 import math
 import re
+import threading
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -55,9 +56,10 @@ _MOST = 2**24  # numbers of one tree
 _FORMS: dict[str, dict[str, Any]] = {
     LINK: {"chain": natural, "step": natural, "parent": lambda x: x is None or natural(x), "trial": natural},
     GRADIENT: {"names": lambda x: isinstance(x, list) and all(map(text, x)) and len({*x}) == len(x), "values": text},
-    TREE: {"leaves": _is_leaves, "dtype": lambda x: x in ("<f4", "<f8"), "values": text},
+    TREE: {"leaves": _is_leaves, "dtype": lambda x: text(x) and x in ("<f4", "<f8"), "values": text},
 }
-_SHAPE = re.compile(r"\w+\[([\d, ]*)\] in ")
+# Short numbers and few of them, so that their product is no work either.
+_SHAPE = re.compile(r"\w+\[((?:\d{1,8}(?:, \d{1,8}){0,63})?)\] in ")
 
 
 def _size(leaves: dict[str, str]) -> int:
@@ -115,6 +117,8 @@ def gradient_text(trial: Any) -> str:
 
 
 def write_tree(storage: Any, trial_id: int, tree: Tree) -> None:
+    if tree.elements.size > _MOST:
+        raise ValueError(f"a tree of {tree.elements.size:,} numbers is too large for a study, which takes {_MOST:,}.")
     kind = "<f8" if tree.elements.dtype == np.float64 else "<f4"
     content = {"leaves": tree.leaves, "dtype": kind, "values": packed(tree.elements.astype(kind))}
     _write(storage, trial_id, TREE, content)
@@ -140,6 +144,8 @@ def study_seed(study: optuna.Study, seed: int | None = None) -> int:
         return known
     drawn = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
     study._storage.set_study_system_attr(study._study_id, SEED, drawn)
+    if known is not None:  # once: the next one finds what was written here
+        warnings.warn(f"the seed of the study cannot be used: it is {shown(known)}. Another is taken.", stacklevel=2)
     return drawn
 
 
@@ -156,13 +162,16 @@ def packed(values: np.ndarray) -> str:
 def unpacked(packed: str, dtype: Any, lengths: Sequence[int]) -> np.ndarray:
     """Of so many numbers, of one of these lengths; ValueError if it is not, or if they are not finite."""
     sizes = [np.dtype(dtype).itemsize * length for length in lengths]
+    wrong = f"its values are not {' or '.join(map(str, lengths))} numbers"
+    if len(packed) > 3 * max(sizes) + 100:  # what does not compress becomes little longer, and 5/4 of that in base85
+        raise ValueError(wrong)
     inflate = zlib.decompressobj()
     try:
         content = inflate.decompress(base64.b85decode(packed), max(sizes) + 1)  # 0 would be no limit
     except (ValueError, binascii.Error, zlib.error) as error:
         raise ValueError(f"its values cannot be read ({error})") from error
-    if len(content) not in sizes or not inflate.eof:
-        raise ValueError(f"its values are not {' or '.join(map(str, lengths))} numbers")
+    if len(content) not in sizes or not inflate.eof or inflate.unused_data:
+        raise ValueError(wrong)
     values = np.frombuffer(content, dtype)
     if not np.isfinite(values).all():
         raise ValueError("its values are not finite")
@@ -170,16 +179,15 @@ def unpacked(packed: str, dtype: Any, lengths: Sequence[int]) -> np.ndarray:
 
 
 def unusable(trials: list[Any]) -> dict[str, str]:
-    """{kind of mark: what is wrong with one of that kind} for those that this version does not read."""
+    """{kind of mark, or "format": what is wrong with one of that kind} for those that this version does not read."""
     found: dict[str, str] = {}
     for trial, key in itertools.product(trials, (LINK, GRADIENT, TREE)):
         mark, kind = trial.system_attrs.get(key), key.partition(":")[2]
         if mark is None or kind in found:
             continue
-        if (other := _format(mark)) != FORMAT:
-            found[f"format {other}" if type(other) is int else "format"] = (
-                f"another version of hypergrad wrote them (format {other}, here {FORMAT})"
-            )
+        if not _is_of_this_format(mark):
+            other = mark.get("format") if isinstance(mark, dict) else mark
+            found.setdefault("format", f"another version of hypergrad wrote them (format {shown(other)}, here {FORMAT})")
         elif problem := _problem(trial.system_attrs, key):
             found[kind] = f"of the {kind} of trial {trial.number}, {problem}"
     return found
@@ -191,7 +199,7 @@ def _write(storage: Any, trial_id: int, key: str, content: dict[str, Any]) -> No
 
 def _read(attributes: Mapping[str, Any], key: str) -> dict[str, Any] | None:
     mark = attributes.get(key)
-    return mark if mark is not None and _format(mark) == FORMAT and not _problem(attributes, key) else None
+    return mark if _is_of_this_format(mark) and not _problem(attributes, key) else None
 
 
 def _problem(attributes: Mapping[str, Any], key: str) -> str:
@@ -212,8 +220,25 @@ def _lengths(attributes: Mapping[str, Any], gradient: dict[str, Any]) -> tuple[i
     return (names,) if tree is None else (names, names + _size(tree["leaves"]))
 
 
-@functools.lru_cache(maxsize=1024)  # each is asked for whenever a trial begins
 def _values_problem(packed: str, dtype: str, lengths: tuple[int, ...]) -> str:
+    """Looked at once: every mark of a study is asked for whenever a trial begins."""
+    place = (hash(packed), len(packed), dtype, lengths)
+    problem = _verdicts.get(place)
+    if problem is None:
+        problem = _unpacking_problem(packed, dtype, lengths)
+        with _lock:
+            _verdicts[place] = problem
+            while len(_verdicts) > _REMEMBERED:
+                del _verdicts[next(iter(_verdicts))]
+    return problem
+
+
+_REMEMBERED = 2**16  # verdicts, of some 200 bytes: more than a study has marks, or else each would be looked at each time
+_verdicts: dict[tuple[Any, ...], str] = {}  # by hashes: the texts themselves may be large, and are the storage's to keep
+_lock = threading.Lock()
+
+
+def _unpacking_problem(packed: str, dtype: str, lengths: tuple[int, ...]) -> str:
     try:
         unpacked(packed, dtype, lengths)
     except ValueError as error:
@@ -221,6 +246,6 @@ def _values_problem(packed: str, dtype: str, lengths: tuple[int, ...]) -> str:
     return ""
 
 
-def _format(mark: Any) -> Any:
-    found = mark.get("format") if isinstance(mark, dict) else mark
-    return found if type(found) is int else shown(found)
+def _is_of_this_format(mark: Any) -> bool:
+    found = mark.get("format") if isinstance(mark, dict) else None
+    return type(found) is int and found == FORMAT

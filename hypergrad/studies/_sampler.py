@@ -36,7 +36,7 @@ class HypergradientSampler(BaseSampler):
             kind = type(meta_optimizer).__name__
             raise TypeError(f"`meta_optimizer` must be an optax transformation like optax.adam(0.1); got {kind}.")
         self._inner_sampler, self._seed = inner_sampler, seed
-        self._descent, self._warned = Descent(meta_optimizer), set[Any]()
+        self._descent, self._warned = Descent(meta_optimizer), set[tuple[str, str]]()
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         """Decide where the trial stands, and write it down."""
@@ -45,7 +45,7 @@ class HypergradientSampler(BaseSampler):
         if link is not None:
             return  # decided when the trial was asked for
         trials = storage.get_all_trials(study._study_id, deepcopy=False)
-        self._warn_of_unusable(trials)
+        self._warn_of_unusable(study, trials)
         _marks.study_seed(study, self._seed)
         link = _marks.Link(trial.number, 0, None)
         again = _marks.copied_link(trial)
@@ -114,10 +114,11 @@ class HypergradientSampler(BaseSampler):
             moved = tree.elements if elements is None else elements.astype(tree.elements.dtype)
             _marks.write_tree(study._storage, trial._trial_id, _marks.Tree(tree.leaves, moved))
 
-    def _warn_of_unusable(self, trials: list[FrozenTrial]) -> None:
+    def _warn_of_unusable(self, study: Study, trials: list[FrozenTrial]) -> None:
+        """Once for each study and kind."""
         found = _marks.unusable(trials)
-        for kind in found.keys() - self._warned:
-            self._warned.add(kind)
+        for kind in sorted(kind for kind in found if (study.study_name, kind) not in self._warned):
+            self._warned.add((study.study_name, kind))
             warnings.warn(
                 f"the study holds gradients or chains that cannot be used: {found[kind]}. Their trials count as plain ones.",
                 stacklevel=4,

@@ -1,5 +1,6 @@
 """`suggest_tree`: a whole pytree of hyperparameters as one compact attribute of a trial."""
 
+import warnings
 from typing import Any
 
 import equinox as eqx
@@ -31,6 +32,10 @@ def suggest_tree(trial: Any, hypers: Any) -> Any:
     if tree is not None and tree.leaves == leaves:
         return eqx.combine(_shaped(tree.elements, learned), fixed)
     if not isinstance(trial, optuna.trial.Trial):
+        if tree is None and attributes.get(_marks.TREE) is not None:
+            found = _marks.unusable([trial])
+            problem = found.get("tree") or found["format"]
+            warnings.warn(f"`hypers` are given back as they are: {problem}.", stacklevel=2)
         return hypers
     if _asked_before(trial, leaves):
         seed = _marks.draw(_marks.study_seed(trial.study), trial.number, 0)

@@ -66,6 +66,9 @@ def nested(depth: int) -> Any:
     return value
 
 
+MORE = base64.b85encode(zlib.compress(bytes(8)) + b"more").decode()
+
+
 def having(**change: Any) -> Callable[[Any], Any]:
     return lambda mark: {**mark, **change}
 
@@ -95,6 +98,9 @@ GRADIENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "format as text": (having(format="1"), "another version .*format '1'"),
     "no mapping": (lambda mark: [mark], "another version"),
     "huge format": (having(format=10**30), "another version"),
+    "format too long to print": (having(format=10**5000), "another version .*too long to print"),
+    "a number too long to print": (having(values=10**5000), r"it\['values'\] is int with an integer too long to print"),
+    "more after the end": (having(values=MORE), "its values are not 2 numbers"),
 }
 
 
@@ -119,7 +125,59 @@ def test_a_bomb_takes_no_memory() -> None:
         study.optimize(objective, n_trials=1)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 2**24 + 4 * len(text)
+    assert peak < 2**24
+
+
+def test_a_bomb_as_long_as_honest_values_inflates_to_their_length() -> None:
+    text, length = bomb(200), 25_000
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="its values are not 25000 numbers"):
+        _marks.unpacked(text, "<f4", [length])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(text) < 3 * 4 * length and peak < 2**24
+
+
+def test_a_long_text_is_not_even_decoded() -> None:
+    """base85 takes ten times its length to decode."""
+    study = study_of(objective)
+    tampered(study, _marks.GRADIENT, having(values="0" * 10**7))
+    tracemalloc.start()
+    with pytest.warns(UserWarning, match="its values are not 2 numbers"):
+        study.optimize(objective, n_trials=1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**22
+
+
+def test_marks_are_unpacked_once_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each trial of a long study would wait for all trials before it."""
+    study = study_of(objective, 1)
+    (trial,) = study.trials
+    marks = [having(values=packed([i, 1]))(trial.system_attrs[_marks.GRADIENT]) for i in range(5000)]
+    attributes = [{_marks.GRADIENT: mark} for mark in marks]
+    assert all(_marks._read(a, _marks.GRADIENT) for a in attributes)
+    monkeypatch.setattr(_marks, "unpacked", None)
+    assert all(_marks._read(a, _marks.GRADIENT) for a in attributes)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 100, 10_000])
+@pytest.mark.parametrize("dtype", ["<f4", "<f8"])
+def test_what_does_not_compress_is_no_long_text(size: int, dtype: str) -> None:
+    values = np.random.default_rng(0).normal(size=size).astype(dtype)
+    np.testing.assert_array_equal(_marks.unpacked(_marks.packed(values), dtype, [size]), values)
+
+
+def test_each_study_is_told_of_once_and_formats_together() -> None:
+    sampler = hg.studies.HypergradientSampler(seed=0)
+    for _ in range(2):
+        study = optuna.create_study(sampler=sampler)
+        study.optimize(objective, n_trials=5)
+        formats = iter(range(2, 7))
+        tampered(study, _marks.GRADIENT, lambda mark, formats=formats: {**mark, "format": next(formats)})
+        with pytest.warns(UserWarning, match=r"another version of hypergrad wrote them \(format 2, here 1\)") as caught:
+            study.optimize(objective, n_trials=2)
+        assert len(caught) == 1
 
 
 LINKS: dict[str, Callable[[Any], Any]] = {
@@ -161,12 +219,16 @@ TREES: dict[str, Callable[[Any], Any]] = {
     "a bomb": having(values=bomb(40)),
     "another type": having(dtype="<U9999999"),
     "objects": having(dtype="O"),
+    "an array": having(dtype=np.array(["<f4", "<f8"])),
     "a list": having(dtype=["<f4"]),
     "no leaves": lacking("leaves"),
     "leaves as a list": having(leaves=["float32[8] in positive"]),
     "leaves of no shape": having(leaves={"hypers['a']": "float32 in positive"}),
     "leaves as large as the sea": having(leaves={"hypers['a']": "float32[1000000, 1000000] in positive"}),
     "a number as a leaf": having(leaves={"hypers['a']": 8}),
+    "a shape without commas": having(leaves={"hypers['a']": "float32[2 4] in positive"}),
+    "a shape of commas": having(leaves={"hypers['a']": "float32[,,] in positive"}),
+    "a shape too long to read": having(leaves={"hypers['a']": f"float32[{'9' * 5000}] in positive"}),
 }
 
 
@@ -184,23 +246,21 @@ def test_a_tree_that_is_none_counts_as_absent(way: str) -> None:
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 9
 
 
+def test_the_tree_of_a_finished_trial_that_is_none_is_not_passed_over_in_silence() -> None:
+    study = study_of(with_tree)
+    tampered(study, _marks.TREE, TREES["elements missing"])
+    with pytest.warns(UserWarning, match=r"`hypers` are given back as they are: of the tree of trial 2, its values are"):
+        assert hg.studies.suggest_tree(study.trials[2], TREE) is not None
+
+
+def test_a_tree_that_could_not_be_read_again_is_not_written() -> None:
+    study = optuna.create_study()
+    with pytest.raises(ValueError, match="a tree of 16,777,217 numbers is too large for a study, which takes 16,777,216"):
+        hg.studies.suggest_tree(study.ask(), {"a": np.zeros(2**24 + 1, np.float32)})
+
+
 def test_marks_that_are_right_stay_so() -> None:
     study = study_of(with_tree)
     assert _marks.unusable(study.trials) == {}
     gradients = [_marks.read_gradient(trial) for trial in study.trials]
     assert all(g is not None and g.tree.size == 8 and g.names == () for g in gradients)
-
-
-@pytest.mark.parametrize("seed", ["5", -1, 2.5, None, True, 10**50, [1]], ids=repr)
-def test_a_seed_that_is_none_is_drawn_again(seed: Any) -> None:
-    study = optuna.create_study(sampler=hg.studies.HypergradientSampler(seed=3))
-    study._storage.set_study_system_attr(study._study_id, _marks.SEED, seed)
-    study.optimize(objective, n_trials=2)
-    assert _marks.study_seed(study) == 3
-
-
-@pytest.mark.parametrize("run", ["1", None, [2], 1.5, -7, 10**30], ids=repr)
-def test_what_others_call_run_is_no_run(run: Any) -> None:
-    study = optuna.create_study()
-    study.add_trial(optuna.create_trial(value=1.0, user_attrs={"run": run}))
-    assert hg.studies.RecordTrials(study).run == 0
