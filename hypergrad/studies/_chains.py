@@ -7,7 +7,7 @@ import datetime
 import itertools
 import math
 import statistics
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from optuna.distributions import FloatDistribution
 from optuna.trial import FrozenTrial, TrialState
@@ -83,7 +83,8 @@ def _followed(places: Places, number: int, end: int | None = None) -> Chain:
 
 def counts(trial: FrozenTrial) -> bool:
     """Whether a descent can go on from it: it is complete, with a finite value and a derivative to follow."""
-    if trial.state != TrialState.COMPLETE or not math.isfinite(trial.value or 0.0):
+    values = trial.values or []
+    if trial.state != TrialState.COMPLETE or len(values) != 1 or not _is_finite(values[0]):
         return False
     names = _marks.gradient_names(trial)
     return names is not None and (_marks.tree_leaves(trial) is not None or any(is_free(trial, name) for name in names))
@@ -91,8 +92,17 @@ def counts(trial: FrozenTrial) -> bool:
 
 def is_free(trial: FrozenTrial, name: str) -> bool:
     """Whether a suggested value can follow its derivative: a float on an interval, without steps."""
-    distribution = trial.distributions.get(name)
-    return isinstance(distribution, FloatDistribution) and distribution.step is None and not distribution.single()
+    distribution, x = trial.distributions.get(name), trial.params.get(name, math.nan)
+    if not isinstance(distribution, FloatDistribution) or distribution.step is not None or distribution.single():
+        return False
+    return _is_finite(x) and (x > 0 or not distribution.log)
+
+
+def _is_finite(x: Any) -> bool:
+    try:
+        return math.isfinite(x)
+    except (TypeError, OverflowError):  # text, or an integer beyond float64
+        return False
 
 
 def chosen(trials: list[FrozenTrial], sign: float, now: datetime.datetime) -> Chain | None:
@@ -100,12 +110,12 @@ def chosen(trials: list[FrozenTrial], sign: float, now: datetime.datetime) -> Ch
     chains = rebuilt(trials)
     if not chains or _still_starting(trials, chains) or _time_to_explore(trials, chains):
         return None
-    overdue = now - datetime.timedelta(seconds=max(GRACE, OVERDUE * _median_seconds(trials)))
+    patience = max(GRACE, OVERDUE * _median_seconds(trials))
     descents = [list(itertools.accumulate(chain.values(sign), min)) for chain in chains]
     live = []
     for chain, lowest in zip(chains, descents, strict=True):
         rank = _rank(lowest, descents)
-        free = chain.failures < ATTEMPTS and not _running(chain, overdue)
+        free = chain.failures < ATTEMPTS and not _running(chain, now, patience)
         if free and rank <= 0.5 and not stalled(lowest):
             live.append((rank, -chain.number, chain))
     return min(live)[-1] if live else None  # of equals the youngest: it catches up with its elders, or falls behind
@@ -124,7 +134,7 @@ def _rank(lowest: list[float], descents: list[list[float]]) -> float:
 
 
 def _still_starting(trials: list[FrozenTrial], chains: list[Chain]) -> bool:
-    given = any("fixed_params" in c.trials[0].system_attrs or _marks.TREE in c.trials[0].system_attrs for c in chains)
+    given = any("fixed_params" in c.trials[0].system_attrs or _marks.tree_leaves(c.trials[0]) for c in chains)
     return not given and len(trials) < STARTS
 
 
@@ -139,14 +149,13 @@ def _time_to_explore(trials: list[FrozenTrial], chains: list[Chain]) -> bool:
     return all(link is not None and link.step > 0 for link in links)
 
 
-def _running(chain: Chain, overdue: datetime.datetime) -> bool:
-    """Whether somebody is at the next step, and not for too long."""
-    return any(
-        not trial.state.is_finished() and (trial.datetime_start is None or trial.datetime_start > overdue)
-        for trial in chain.attempts
-    )
+def _running(chain: Chain, now: datetime.datetime, patience: float) -> bool:
+    """Whether somebody is at the next step, and not for too long. patience: in seconds."""
+    begun = [trial.datetime_start for trial in chain.attempts if not trial.state.is_finished()]
+    return any(start is None or (now - start).total_seconds() < patience for start in begun)
 
 
 def _median_seconds(trials: list[FrozenTrial]) -> float:
+    """Of the complete trials; 0 if none says when it began."""
     complete = (trial.duration for trial in trials if trial.state == TrialState.COMPLETE)
-    return statistics.median(duration.total_seconds() for duration in complete if duration is not None)
+    return statistics.median([duration.total_seconds() for duration in complete if duration is not None] or [0.0])

@@ -11,6 +11,7 @@ import numpy as np
 import optuna
 from optuna.trial import TrialState
 
+from hypergrad._forms import LARGEST
 from hypergrad._forms import natural as natural_number
 from hypergrad.errors import HypergradError
 from hypergrad.hypers import hyper_path, natural
@@ -30,8 +31,8 @@ class RecordTrials:
         self.begin(None)
 
     def begin(self, history: list[Any] | None) -> None:
-        attributes = (t.user_attrs.get("run") for t in self.study.get_trials(deepcopy=False))
-        runs = [int(run) for run in attributes if run is not None and natural_number(run)]  # or something else of that name
+        attributes = (_natural_attribute(t, "run") for t in self.study.get_trials(deepcopy=False))
+        runs = [run for run in attributes if run is not None and run < LARGEST]  # the next one is a number too
         self.run = max(runs, default=-1) + (0 if history and max(runs, default=-1) >= 0 else 1)
         for done in history or ():
             self(done)
@@ -39,7 +40,7 @@ class RecordTrials:
     def __call__(self, done: Any) -> None:
         place = {"run": self.run, "meta_step": done.step}
         trials = self.study.get_trials(deepcopy=False)
-        if any({k: t.user_attrs.get(k) for k in place} == place for t in trials):
+        if any({k: _natural_attribute(t, k) for k in place} == place for t in trials):
             return
         finite = math.isfinite(done.value)
         self.study.add_trial(
@@ -61,6 +62,12 @@ class RecordTrials:
             "hypers": _single_numbers(done.hypers),
         }
         return {k: v for k, v in found.items() if v is not None}
+
+
+def _natural_attribute(trial: Any, name: str) -> int | None:
+    """None where a trial has none, or something else of that name: users write attributes too."""
+    found = trial.user_attrs.get(name)
+    return int(found) if natural_number(found) else None
 
 
 def _number(x: float) -> float | None:

@@ -74,7 +74,7 @@ class HypergradientSampler(BaseSampler):
         if chain is None:
             return self._inner(study, trial).sample_relative(study, trial, search_space)
         params = self._descent.next(study.study_name, chain, _sign(study)).params
-        return {name: params[name] for name in search_space}
+        return {name: params[name] for name, d in search_space.items() if name in params and _is_value(params[name], d)}
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -127,6 +127,15 @@ class HypergradientSampler(BaseSampler):
 
 def _sign(study: Study) -> float:
     return -1.0 if study.direction == StudyDirection.MAXIMIZE else 1.0
+
+
+def _is_value(x: Any, distribution: BaseDistribution) -> bool:
+    """Whether Optuna takes it. What it does not take is suggested anew."""
+    try:
+        distribution.to_internal_repr(x)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _refuse_several_objectives(study: Study) -> None:
