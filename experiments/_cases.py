@@ -42,7 +42,7 @@ class Drawn(NamedTuple):
     what: str  # all else, in words
     mode: str
     names: tuple[str, ...]  # what is differentiated
-    quick: bool  # whether what is jitted here is compiled with few optimizations, and not as users do
+    quick: bool  # whether it is compiled with few optimizations, in half of the time, and not as users do
     x64: bool
     marks: frozenset[str]  # what the loss has: "own rule", "16 bits", "32 bits"
     make: Callable[[], Case]  # inside of `jax.enable_x64(x64)`
@@ -93,7 +93,7 @@ def draw(seed: int) -> Drawn:
     names = tuple(n for n in h if chance(0.6)) or ("params",)
     varied = (one((*names, "key")),) if "vmap" in mode and batches != "full" else (one(names),)
     reads = (chance(0.4), chance(0.3))  # the learning curve, the final accumulators
-    quick = mode in ("jit", "vmap") and chance(0.7)
+    quick = chance(0.75)
     floats, compiled = "float64" if x64 else "float32", " compiled quickly" * quick
     words = f"{said}, {steps} steps, batches {batches}, {floats}, {mode}{compiled}, in {' '.join(names)}"
 

@@ -71,7 +71,8 @@ def judged(drawn: Drawn) -> Verdict:
         case = drawn.make()
         compute, floats = _judge.oracle(case), narrowest(drawn)
         mode = "eager" if drawn.mode in ADJOINTS else drawn.mode
-        options = {"compiler_options": _judge.QUICK} if drawn.quick and jax.default_backend() == "cpu" else {}
+        quick = drawn.quick and mode in ("jit", "vmap") and jax.default_backend() == "cpu"
+        options = {"compiler_options": _judge.QUICK} if quick else {}
         asked = drawn.names, mode, TOLERANCES[floats], compute, ADJOINTS.get(drawn.mode)
         verdict = _judge.judge(case, *asked, **options)
         if verdict.kind != "DIFFERENT" or math.isnan(verdict.error):
@@ -104,7 +105,9 @@ def rounded_otherwise(ulp: float, x: Any) -> Any:
 def run(seed: int) -> Done:
     begin = time.perf_counter()
     drawn = draw(seed)
+    jax.config.update("jax_disable_most_optimizations", drawn.quick)  # all that is not jitted here has no other switch
     verdict, failure, _ = _judge.attempt(lambda: judged(drawn))
+    jax.config.update("jax_disable_most_optimizations", False)
     return Done(seed, failure or verdict, time.perf_counter() - begin, drawn)
 
 

@@ -21,6 +21,7 @@ from hypergrad._program_keys import Key, key_of
 
 
 KEPT = 128  # programs; the least recently used goes first
+FEW = 16  # what a loop uses by turns: kept where the process has many maps of others, which we cannot give back
 
 
 class Program:
@@ -111,7 +112,7 @@ def kept(key: Hashable, make: Callable[[], Any]) -> Any:
     with _LOCK:
         if key not in _PROGRAMS:
             _PROGRAMS[key] = make()
-            while len(_PROGRAMS) > 1 and (len(_PROGRAMS) > KEPT or mapped() > MAPPED):
+            while len(_PROGRAMS) > _room():
                 _PROGRAMS.popitem(last=False)
         _PROGRAMS.move_to_end(key)
         return _PROGRAMS[key]
@@ -140,6 +141,13 @@ def forgettable(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
 # Of the memory maps that Linux allows a process. Every kernel takes three, and LLVM ends the process where there are no
 # more.
 MAPPED = 0.4
+DANGER = 0.8
+
+
+def _room() -> int:
+    """How many programs may stay."""
+    share = mapped()
+    return KEPT if share <= MAPPED else FEW if share <= DANGER else 1
 
 
 def mapped() -> float:

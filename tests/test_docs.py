@@ -140,7 +140,7 @@ def test_what_a_page_names_exists(page: pathlib.Path) -> None:
     text = page.read_text()
     for dotted in re.findall(r"\bhg((?:\.[A-Za-z_]\w*)+)", text):
         functools.reduce(getattr, dotted.strip(".").split("."), hg)
-    for path, name in re.findall(r"\b(hypergrad/[\w/]+\.py)(?:::(\w+))?", text):
+    for path, name in re.findall(r"\b((?:hypergrad|experiments|tests)/[\w/]+\.py)(?:::(\w+))?", text):
         source = (ROOT / path).read_text()
         assert not name or re.search(rf"^\s*(?:def|class) {name}\b|^{name}\b", source, re.MULTILINE), f"no {name} in {path}"
     for target in re.findall(r"\]\(([^)#:]+)\)", text):

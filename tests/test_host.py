@@ -52,7 +52,8 @@ def test_a_program_is_called_with_the_arrays_of_its_own_function():
 
 @pytest.fixture
 def made(monkeypatch):
-    """The keys of all programs made inside."""
+    """The keys of all programs made inside, whatever else this process keeps."""
+    monkeypatch.setattr(programs, "mapped", lambda: 0.0)
     keys = []
     kept = programs.kept
     monkeypatch.setattr(programs, "kept", lambda key, make: kept(key, lambda: keys.append(key) or make()))

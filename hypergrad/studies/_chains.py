@@ -91,11 +91,11 @@ def counts(trial: FrozenTrial) -> bool:
 
 
 def is_free(trial: FrozenTrial, name: str) -> bool:
-    """Whether a suggested value can follow its derivative: a float on an interval, without steps."""
+    """Whether a suggested value can follow its derivative: a float on an interval, without steps, and inside."""
     distribution, x = trial.distributions.get(name), trial.params.get(name, math.nan)
     if not isinstance(distribution, FloatDistribution) or distribution.step is not None or distribution.single():
         return False
-    return _is_finite(x) and (x > 0 or not distribution.log)
+    return _is_finite(x) and distribution.low <= x <= distribution.high
 
 
 def _is_finite(x: Any) -> bool:
@@ -152,10 +152,15 @@ def _time_to_explore(trials: list[FrozenTrial], chains: list[Chain]) -> bool:
 def _running(chain: Chain, now: datetime.datetime, patience: float) -> bool:
     """Whether somebody is at the next step, and not for too long. patience: in seconds."""
     begun = [trial.datetime_start for trial in chain.attempts if not trial.state.is_finished()]
-    return any(start is None or (now - start).total_seconds() < patience for start in begun)
+    return any(start is None or _seconds(start, now) < patience for start in begun)
 
 
 def _median_seconds(trials: list[FrozenTrial]) -> float:
     """Of the complete trials; 0 if none says when it began."""
-    complete = (trial.duration for trial in trials if trial.state == TrialState.COMPLETE)
-    return statistics.median([duration.total_seconds() for duration in complete if duration is not None] or [0.0])
+    complete = ((t.datetime_start, t.datetime_complete) for t in trials if t.state == TrialState.COMPLETE)
+    return statistics.median([_seconds(start, end) for start, end in complete if start and end] or [0.0])
+
+
+def _seconds(start: datetime.datetime, end: datetime.datetime) -> float:
+    """Between two times as Optuna writes them: local. What another program wrote may name its zone: it is left out."""
+    return (end.replace(tzinfo=None) - start.replace(tzinfo=None)).total_seconds()

@@ -13,7 +13,7 @@ import threading
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import optuna
@@ -140,13 +140,17 @@ def tree_leaves(trial: Any) -> dict[str, str] | None:
 def study_seed(study: optuna.Study, seed: int | None = None) -> int:
     """The seed of a study: that of the first sampler that came, kept in its storage; drawn if that had none."""
     known = study._storage.get_study_system_attrs(study._study_id).get(SEED)
-    if type(known) is int and 0 <= known < 2**128:
+    if is_seed(known):
         return known
     drawn = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
     study._storage.set_study_system_attr(study._study_id, SEED, drawn)
     if known is not None:  # once: the next one finds what was written here
         warnings.warn(f"the seed of the study cannot be used: it is {shown(known)}. Another is taken.", stacklevel=2)
     return drawn
+
+
+def is_seed(x: Any) -> TypeGuard[int]:
+    return type(x) is int and 0 <= x < 2**128
 
 
 def draw(seed: int, chain: int, step: int, name: str = "") -> int:

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import optax
 from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, TPESampler
@@ -35,6 +36,9 @@ class HypergradientSampler(BaseSampler):
         if not (hasattr(meta_optimizer, "init") and hasattr(meta_optimizer, "update")):
             kind = type(meta_optimizer).__name__
             raise TypeError(f"`meta_optimizer` must be an optax transformation like optax.adam(0.1); got {kind}.")
+        seed = int(seed) if isinstance(seed, np.integer) else seed
+        if seed is not None and not _marks.is_seed(seed):
+            raise ValueError(f"`seed` must be an integer from 0 to 2**128 - 1, or None; got {seed!r}.")
         self._inner_sampler, self._seed = inner_sampler, seed
         self._descent, self._warned = Descent(meta_optimizer), set[tuple[str, str]]()
 

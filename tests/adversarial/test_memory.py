@@ -88,18 +88,21 @@ def test_a_new_loss_that_computes_the_same_compiles_nothing_and_is_let_go(way: s
 
 
 def test_programs_give_way_by_the_memory_maps_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The most recent one stays, whatever it takes."""
+    """To the few that a loop uses by turns, and in danger to the most recent one, whatever it takes."""
     monkeypatch.setattr(programs, "_PROGRAMS", type(programs._PROGRAMS)())
-    monkeypatch.setattr(programs, "mapped", lambda: len(programs._PROGRAMS) * 0.1)
-    for i in range(20):
-        assert programs.kept(i, lambda i=i: i) == i
-    assert [key for key, _ in programs._PROGRAMS] == [16, 17, 18, 19]
-    assert programs.kept(16, lambda: "made again") == 16
-    programs.kept(20, lambda: 20)
-    assert [key for key, _ in programs._PROGRAMS] == [18, 19, 16, 20]
+    monkeypatch.setattr(programs, "mapped", lambda: len(programs._PROGRAMS) * 0.02)
+    made = lambda numbers: [programs.kept(i, lambda i=i: i) for i in numbers]  # noqa: E731
+    left = lambda: [key for key, _ in programs._PROGRAMS]  # noqa: E731
+    assert made(range(25)) == [*range(25)] and left() == [*range(5, 25)]  # 20 of them have 0.4
+    assert programs.kept(5, lambda: "made again") == 5
+    made([25])
+    assert left() == [*range(7, 25), 5, 25]
+    monkeypatch.setattr(programs, "mapped", lambda: 0.5)  # of others: none are made at each call that are used by turns
+    made([26])
+    assert left() == [*range(12, 25), 5, 25, 26] and len(left()) == programs.FEW
     monkeypatch.setattr(programs, "mapped", lambda: 1.0)
-    programs.kept(21, lambda: 21)
-    assert [key for key, _ in programs._PROGRAMS] == [21]
+    made([27])
+    assert left() == [27]
 
 
 def test_no_more_programs_are_kept_than_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "long ago": {"datetime_start": datetime.datetime(1, 1, 1)},
     "NaN": {"params": {"x": float("nan"), "y": 0.0}},
     "text": {"params": {"x": "a", "y": 0.0}},
+    "outside of its interval": {"params": {"x": -6.0, "y": 0.0}},
+    "a time with a zone": {"datetime_start": datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)},
     "no parameters": {"params": {}},
 }
 
@@ -65,6 +67,19 @@ def test_a_seed_that_is_none_is_drawn_again(seed: Any) -> None:
     told = ["the seed of the study cannot be used"] if seed is not None else []
     assert [str(w.message).partition(":")[0] for w in caught] == told
     assert _marks.study_seed(study) == 3
+
+
+@pytest.mark.parametrize("seed", ["5", -1, 2.5, True, 2**128], ids=repr)
+def test_a_seed_that_is_none_is_refused(seed: Any) -> None:
+    with pytest.raises(ValueError, match=r"`seed` must be an integer from 0 to 2\*\*128 - 1, or None; got"):
+        hg.studies.HypergradientSampler(seed=seed)
+    hg.studies.HypergradientSampler(seed=np.int64(7))  # type: ignore[arg-type]
+
+
+def test_values_outside_of_their_interval_begin_no_chain() -> None:
+    trial = study_of().trials[0]
+    trial.params = {"x": -6.0, "y": 6.0}
+    assert not _chains.counts(trial)
 
 
 def test_a_meta_step_of_another_type_is_none_of_ours() -> None:
