@@ -70,7 +70,7 @@ def test_a_fresh_loss_with_the_old_program_does_not_compile(driver, made):
     made.clear()
     assert_equal(gradient(1.5), first)
     assert not made
-    assert (gradient(1.25) != first).all() and len(made) == 2
+    assert (gradient(1.25) != first).all() and len(made) == {"scan": 2, "host": 3}[driver]  # the gradient is one by itself
 
 
 def test_a_fresh_train_fn_with_the_old_program_does_not_compile(made):

@@ -29,6 +29,9 @@ from hypergrad.loop.step import Exact
 from hypergrad.optimizers.expand import concrete, link_numerators
 
 
+Capacity = tuple[tuple[str, int], ...] | None  # words of the buffer of each link that decays; None: nothing is kept
+
+
 class Wanted(NamedTuple):
     """What somebody differentiates, known when the program is built."""
 
@@ -54,18 +57,17 @@ def _known(arrays: Any) -> bool:
     return concrete((arrays, jnp.zeros(())))  # inside of jax.jit, what it makes is traced, whatever it is made of
 
 
-def run_forward(problem: Problem, capacity: dict[str, int] | None, inputs: Inputs) -> tuple[Outcome, Exact, Array | None]:
+def run_forward(problem: Problem, capacity: Capacity, inputs: Inputs) -> tuple[Outcome, Exact, Array | None]:
     problem = settled_driver(problem, inputs)
     with own_settings():
-        key = None if capacity is None else tuple(sorted(capacity.items()))
         if not _known(inputs):
-            return once(batched_apart(_forward_pass, forward=True))(problem, key, inputs)
+            return once(batched_apart(_forward_pass, forward=True))(problem, capacity, inputs)
         if problem.driver == "scan":
-            return programs.call(_forward_pass, (problem, key), inputs)
-        return _forward_pass(problem, key, inputs)
+            return programs.call(_forward_pass, (problem, capacity), inputs)
+        return _forward_pass(problem, capacity, inputs)
 
 
-def _forward_pass(problem: Problem, capacity: tuple[Any, ...] | None, inputs: Inputs) -> tuple[Outcome, Exact, Array | None]:
+def _forward_pass(problem: Problem, capacity: Capacity, inputs: Inputs) -> tuple[Outcome, Exact, Array | None]:
     """Also the prints of batches."""
     plan, state = problem.beside(_begin, inputs.values, inputs.h, static=(capacity,))
     if problem.shelved and capacity is not None:
@@ -79,7 +81,7 @@ def _forward_pass(problem: Problem, capacity: tuple[Any, ...] | None, inputs: In
     return outcome, end, seen.batches
 
 
-def _begin(problem: Problem, capacity: tuple[Any, ...] | None, values: Any, h: Any) -> tuple[Any, Exact]:
+def _begin(problem: Problem, capacity: Capacity, values: Any, h: Any) -> tuple[Any, Exact]:
     return schedules(problem, h), begun(problem, values, _words(problem, capacity))
 
 
@@ -90,7 +92,7 @@ def _outcome(
     return Outcome({link.name: rule.decoded(z, link) for rule, link, _ in problem.links(h)}, losses, status)
 
 
-def _words(problem: Problem, capacity: tuple[Any, ...] | None) -> dict[str, int | None]:
+def _words(problem: Problem, capacity: Capacity) -> dict[str, int | None]:
     return {**{link.name: None for rule in problem.rules for link in rule.chain}, **dict(capacity or ())}
 
 
@@ -103,20 +105,27 @@ class Back(NamedTuple):
     doubted: Array  # bool []: whether gradients had to be computed apart from their derivatives
 
 
-def run_backward(problem: Problem, wanted: Wanted, *arguments: Any) -> Back:
+def run_backward(problem: Problem, wanted: Wanted, *arguments: Any, again: Capacity = None) -> Back:
+    """again: the words of the buffers, where the run was trained from Python."""
     problem = settled_driver(problem, arguments)
     with own_settings():
         if not _known(arguments):
-            return once(batched_apart(_backward_traced, forward=False))(problem, wanted, *arguments)
+            return once(batched_apart(_backward_traced, forward=False))(problem, (wanted, again), *arguments)
         if problem.driver == "scan":
             return apart.known(problem, lambda p: programs.call(_backward_pass, (p, wanted), *arguments))
         return apart.known(problem, lambda p: _backward_pass(p, wanted, *arguments))
 
 
-def _backward_traced(problem: Problem, wanted: Wanted, *arguments: Any) -> Back:
-    inputs, end, seen, dvalues, dlosses = arguments
+def _backward_traced(problem: Problem, static: tuple[Wanted, Capacity], *arguments: Any) -> Back:
+    """What was trained from Python is trained again: inside of a program, a gradient has other bits than alone."""
+    (wanted, again), (inputs, end, seen, dvalues, dlosses) = static, arguments
+    trained = jnp.bool_(True)
+    if again is not None:
+        outcome, end, _ = _forward_pass(problem, again, inputs)
+        seen, trained = seen._replace(losses=outcome.losses), outcome.status.ok
     run = lambda p, doubt: _backward_pass(p, wanted, inputs, end, seen, dvalues, dlosses, doubt)  # noqa: E731
-    return apart.traced(problem, run)
+    back = apart.traced(problem, run)
+    return back._replace(found=back.found & trained)
 
 
 def _backward_pass(
@@ -187,7 +196,7 @@ def _same(losses: Array, again: Array, exactly: bool) -> Array:
     return jnp.abs(losses - again) <= tolerance * jnp.maximum(jnp.abs(losses), jnp.abs(again))
 
 
-def capacities(problem: Problem, h: Any, capacity: int | None) -> dict[str, int]:
+def capacities(problem: Problem, h: Any, capacity: int | None) -> Capacity:
     """Words of the buffer per parameter to allocate, for each link that decays."""
     own = PUBLIC_WORD_BITS // WORD_BITS
     at_least = own * ledger.capacity if (ledger := current_ledger()) else 0
@@ -205,7 +214,7 @@ def capacities(problem: Problem, h: Any, capacity: int | None) -> dict[str, int]
                 [_exact_words(problem, link, *row) for row in zip(rule.kept(link), part, strict=True)] if concrete(h) else []
             )
             result[link.name] = max(exact, default=guess(link))
-    return result
+    return tuple(sorted(result.items()))
 
 
 def _exact_words(problem: Problem, link: Any, keep: Any, hj: Any) -> int:

@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from hypergrad._report import mask, probing, surface, trace
 from hypergrad._settings import own_settings
-from hypergrad.adjoints.passes import Back, Wanted, capacities, run_backward, run_forward
+from hypergrad.adjoints.passes import Back, Capacity, Wanted, capacities, run_backward, run_forward, settled_driver
 from hypergrad.errors import BATCHES, LOSSES, OK, REVERSAL, Status
 from hypergrad.loop.forward import Seen
 from hypergrad.loop.problem import Inputs, Problem
@@ -85,11 +85,14 @@ class Residuals(NamedTuple):
     end: Exact
     seen: Seen
     status: Status
-    theta: "_Flags"  # which leaves somebody differentiates
+    known: "_Known"
 
 
-class _Flags(eqx.Module):
-    values: tuple[bool, ...] = eqx.field(static=True)
+class _Known(eqx.Module):
+    """What is known when the forward pass is built."""
+
+    theta: tuple[bool, ...] = eqx.field(static=True)  # which leaves somebody differentiates
+    again: Capacity = eqx.field(static=True)  # of the buffers, where Python trains
 
 
 def _run_fwd(problem: Problem, capacity: int | None, *inputs: Any) -> tuple[Outcome, Residuals]:
@@ -105,9 +108,9 @@ def _run_fwd(problem: Problem, capacity: int | None, *inputs: Any) -> tuple[Outc
     outcome, end, batches = run_forward(problem, words, arrays)
     if problem.throw and concrete(outcome.status) and not outcome.status.ok:
         raise outcome.status.error()  # here it is known; outside, an eager jax.grad makes a tracer of it
-    return outcome, Residuals(
-        arrays, end, Seen(outcome.losses, batches), outcome.status, _Flags(tuple(map(bool, perturbed.theta)))
-    )
+    from_python = settled_driver(problem, arrays).driver != "scan"
+    known = _Known(tuple(map(bool, perturbed.theta)), words if from_python else None)
+    return outcome, Residuals(arrays, end, Seen(outcome.losses, batches), outcome.status, known)
 
 
 def _run_bwd(problem: Problem, capacity: int | None, residuals: Residuals, ct: Outcome) -> tuple[Any, ...]:
@@ -115,8 +118,8 @@ def _run_bwd(problem: Problem, capacity: int | None, residuals: Residuals, ct: O
     dvalues = jax.tree.map(_dense, ct.values, is_leaf=_is_zero)
     dlosses = None if _is_zero(ct.losses) else ct.losses
     followed = not all(map(_is_zero, ct.values.get(STATISTICS, ())))
-    wanted = Wanted(residuals.theta.values, followed)
-    back = run_backward(problem, wanted, inputs, residuals.end, residuals.seen, dvalues, dlosses)
+    known, wanted = residuals.known, Wanted(residuals.known.theta, followed)
+    back = run_backward(problem, wanted, inputs, residuals.end, residuals.seen, dvalues, dlosses, again=known.again)
     status = _certificate(residuals.status, back, _faint(dvalues[PARAMS]))
     if problem.watch:
         trace(status, residuals.seen.losses, **back.watched)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad import _programs as programs
+from hypergrad.loop import pieces
 
 
 Body = Callable[[Any, Any, Any], tuple[Any, Any]]  # (consts, carry, x) -> (carry, y)
@@ -79,11 +80,14 @@ def host(
     def make() -> tuple[Any, Any]:
         like = jax.tree.map(_struct, carry), jax.tree.map(lambda x: _struct(x, x.shape[1:]), xs)
         program, constants = programs.trace(body, consts, *like)
-        return programs.compiled(functools.partial(_step, program, constants, reverse), donate=(2,)), program.out[1]
+        step = functools.partial(_step, program, constants, reverse)
+        given = jax.tree.leaves(consts)
+        cut = len(given) - between.fed
+        moving = jax.eval_shape(functools.partial(_begin, 0, steps, _rows(program.out[1])), jax.tree.leaves(like[0]))
+        return pieces.compiled(step, (inputs, given[:cut]), given[cut:], moving), program.out[1]
 
     step, out = programs.kept((name, reverse, between.fed, *programs.alike((consts, carry, xs))), make)
-    rows = tuple((y.shape, y.dtype) for y in jax.tree.leaves(out))
-    moving = _begin(steps - 1 if reverse else 0, steps, rows, leaves)
+    moving = _begin(steps - 1 if reverse else 0, steps, _rows(out), leaves)
     for t in _watched(between, steps, reverse, lambda: moving[0]):  # noqa: B023 (whatever it is by then)
         if t in between.pause.steps:
             carry = between.pause.action(t, jax.tree.unflatten(tree, moving[1]))
@@ -130,6 +134,10 @@ def _begin(t: int, steps: int, rows: Any, carry: list[Any]) -> tuple[Array, list
         [jnp.array(x, dtype=x.dtype, copy=True) for x in carry],
         [jnp.zeros((steps, *shape), dtype) for shape, dtype in rows],
     )
+
+
+def _rows(out: Any) -> tuple[Any, ...]:
+    return tuple((y.shape, y.dtype) for y in jax.tree.leaves(out))
 
 
 def _struct(x: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:

@@ -19,6 +19,7 @@ from hypergrad.batches import HostBatches
 from hypergrad.exact import Schedule
 from hypergrad.loop import drivers
 from hypergrad.loop.functions import Frozen, Functions
+from hypergrad.loop.pieces import alone
 from hypergrad.loop.step import Exact, Hypers, Rule, Values, isolated, returned, settled, start
 from hypergrad.optimizers.chain import Link
 from hypergrad.optimizers.expand import link_numerators
@@ -108,7 +109,8 @@ class Problem:
         self, gradient: Callable[..., Any], t: Array, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]
     ) -> tuple[Array, list[Array], list[Array]]:
         """(loss, `joined` gradient, evidence) as training computes them: compiled apart from what surrounds them."""
-        value, g, seen = isolated(t, gradient, w, theta, frozen, batch)
+        apart = alone(gradient) if self.driver == "host" else functools.partial(isolated, t, gradient)
+        value, g, seen = apart(w, theta, frozen, batch)
         return value, self.joined(t, g), seen
 
     def joined(self, t: Array, leaves: list[Array]) -> list[Array]:

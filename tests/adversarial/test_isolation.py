@@ -3,7 +3,7 @@ said once."""
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,8 @@ import pytest
 from jax.scipy.ndimage import map_coordinates
 
 import hypergrad as hg
-from hypergrad.adjoints import apart
+from hypergrad import _programs as programs
+from hypergrad.adjoints import apart, backward
 
 
 class Case(NamedTuple):
@@ -116,12 +117,61 @@ def told_once(function: Callable[[], Any]) -> Any:
     return result
 
 
-@pytest.mark.parametrize("driver", ["scan", "host"])
-def test_both_drivers_take_the_gradient_apart(driver: str) -> None:
-    gradient = lambda: jax.grad(lambda i: value(i, "convolutions", driver=driver))(inputs("convolutions"))  # noqa: E731
+def test_the_scan_takes_the_gradient_apart() -> None:
+    gradient = lambda: jax.grad(lambda i: value(i, "convolutions", driver="scan"))(inputs("convolutions"))  # noqa: E731
     ours = told_once(gradient)
     assert_close(ours, expected("convolutions"))
     assert_close(gradient(), ours)  # what is known needs no second warning: they are errors here
+
+
+@pytest.mark.parametrize("isolate", [None, True])
+def test_from_python_both_passes_call_one_gradient(isolate: bool | None) -> None:
+    assert_close(
+        jax.grad(lambda i: value(i, "convolutions", driver="host", isolate=isolate))(inputs("convolutions")),
+        expected("convolutions"),
+    )
+
+
+@pytest.fixture
+def other_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Gradients beside their derivatives have them."""
+    products = backward.products
+
+    def rounded(*args: Any, **options: Any) -> Any:
+        found, second = products(*args, **options)
+        return found._replace(w=[x * (1 + 1e-6) for x in found.w]), second
+
+    monkeypatch.setattr(backward, "products", rounded)
+    programs._PROGRAMS.clear()
+    yield
+    programs._PROGRAMS.clear()
+    jax.clear_caches()
+
+
+def test_from_python_gradients_are_taken_apart_too(other_bits: None) -> None:
+    gradient = lambda: jax.grad(lambda i: value(i, "turned", driver="host"))(inputs("turned"))  # noqa: E731
+    assert_close(told_once(gradient), expected("turned"))
+    assert_close(gradient(), expected("turned"))
+    with pytest.raises(hg.ReversalError, match="isolate=False"):
+        jax.grad(lambda i: value(i, "turned", driver="host", isolate=False))(inputs("turned"))
+
+
+@pytest.mark.parametrize("rule", [lambda h: hg.SGD(h, 0.75), hg.Adam], ids=["SGD", "Adam"])
+def test_what_python_trained_may_be_reversed_by_a_program(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`jax.jacrev` traces the way back alone."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    loss, params, theta, data = case("convolutions")
+
+    def results(rate: Any, **adjoint: Any) -> Any:
+        run = hg.train(
+            loss, params, rule(rate), hg.full_batch(data), theta=theta, steps=STEPS, adjoint=hg.Reversible(**adjoint)
+        )
+        return jnp.stack([jnp.sum(x**2) for x in run.params.values()])
+
+    jacobian = jax.jacrev(results)(0.01)
+    for i in range(2):
+        alone = jax.grad(lambda rate, i=i: results(rate, driver="scan", isolate=True)[i])(0.01)
+        np.testing.assert_allclose(jacobian[i], alone, rtol=1e-3)
 
 
 def test_so_does_a_program_of_the_users() -> None:
