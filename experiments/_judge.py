@@ -141,7 +141,7 @@ def refusal(error: BaseException) -> str | None:
     if isinstance(error, hg.HypergradError):
         return type(error).__name__.removeprefix("hypergrad.")
     text = str(error)
-    if isinstance(error, jax.errors.JaxRuntimeError) and "hypergrad." in text:
+    if isinstance(error, (jax.errors.JaxRuntimeError, ValueError)) and "hypergrad." in text:  # JAX raises either
         return text.rsplit("hypergrad.", 1)[1].split(":")[0]
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

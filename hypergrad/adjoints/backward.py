@@ -202,15 +202,14 @@ def _either(doubt: Array, first: Array, apart: Callable[[], Any], beside: Any) -
     At the first step there is, so that most of what XLA rounds otherwise is found out at once.
     """
 
-    def checked(carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
-        _, _, beside = carry
+    def checked(beside: Any) -> tuple[Any, Array]:
         alone = apart()
         same = [all_of(x == y) for x, y in zip(jax.tree.leaves(alone[1:]), jax.tree.leaves(beside[1:]), strict=True)]
-        return jnp.bool_(False), ~functools.reduce(jnp.logical_and, same), alone
+        return alone, ~functools.reduce(jnp.logical_and, same)
 
-    # A loop of one step or none, not a branch: that would copy the gradient where there is nothing to do.
-    begin = doubt | first, jnp.bool_(False), beside
-    _, differs, chosen = jax.lax.while_loop(lambda carry: carry[0], checked, begin)
+    # A branch, though it copies the gradient where there is nothing to do. In a loop of one step or none, which does not,
+    # XLA divided the gradient of sharded data otherwise than in training.
+    chosen, differs = jax.lax.cond(doubt | first, checked, lambda beside: (beside, jnp.bool_(False)), beside)
     return chosen, doubt | differs
 
 

@@ -10,7 +10,7 @@ from hypergrad import _programs as programs
 from hypergrad import _trace
 
 
-SEEDS = (2, 3, 1000, 1006, 1016, 1019)  # compiled quickly: Adam, Adagrad, RMSProp, SGD, HeavyBall, several transformations
+SEEDS = (2, 1006, 1016, 1019)  # compiled quickly: Adam, SGD, HeavyBall, several transformations
 
 
 @pytest.mark.parametrize("seed", range(5))

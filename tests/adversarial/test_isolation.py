@@ -156,15 +156,14 @@ def test_from_python_gradients_are_taken_apart_too(other_bits: None) -> None:
         jax.grad(lambda i: value(i, "turned", driver="host", isolate=False))(inputs("turned"))
 
 
-@pytest.mark.parametrize("rule", [lambda h: hg.SGD(h, 0.75), hg.Adam], ids=["SGD", "Adam"])
-def test_what_python_trained_may_be_reversed_by_a_program(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_python_trained_may_be_reversed_by_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """`jax.jacrev` traces the way back alone."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     loss, params, theta, data = case("convolutions")
 
     def results(rate: Any, **adjoint: Any) -> Any:
         run = hg.train(
-            loss, params, rule(rate), hg.full_batch(data), theta=theta, steps=STEPS, adjoint=hg.Reversible(**adjoint)
+            loss, params, hg.SGD(rate), hg.full_batch(data), theta=theta, steps=STEPS, adjoint=hg.Reversible(**adjoint)
         )
         return jnp.stack([jnp.sum(x**2) for x in run.params.values()])
 

@@ -8,7 +8,7 @@ from experiments import zoo as script
 
 
 # Several losses make one program, trained as the sum of their losses. Each loss is in one, its rule and mode by turns.
-GROUPS = script.groups(size=6)[::2]
+GROUPS = script.groups(size=7)[::3]
 RULES = list(script.RULES)
 MODES = ("jit", "vmap", "eager")
 
