@@ -47,8 +47,7 @@ def value_after(net: Network, learning_rate: jax.Array, theta: Any, key: jax.Arr
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("lanes", [0, 2], ids=["jit", "vmap"])
+@pytest.mark.parametrize(("name", "lanes"), [*((name, 2) for name in KINDS), ("convolution", 0), ("relu", 0)])
 def test_the_certificate_holds_in_compiled_gradients(name: str, lanes: int) -> None:
     """A reversal that is not exact raises from compiled code, and its gradient is NaN."""
     net, key = network(name), jax.random.key(3)
@@ -71,16 +70,14 @@ def final(size: int, optimizer: Any, adjoint: Any) -> jax.Array:
 
 @pytest.mark.of_bits
 @pytest.mark.parametrize("isolate", [False, True], ids=["in the open", "isolated"])
-@pytest.mark.parametrize("size", [1, 2, 5, 8])
+@pytest.mark.parametrize("size", [1, 8])
 def test_a_few_weights_come_back(size: int, isolate: bool) -> None:
     """XLA:CPU would compile so small a loop as one function, and contract across its branches."""
     gradient = jax.grad(lambda rate: final(size, hg.SGD(rate), hg.Reversible(isolate=isolate)))
+    expected = jax.jit(jax.grad(lambda rate: final(size, hg.SGD(rate), hg.Unrolled())))(0.1)
     for options in ({}, hg.compiler_options()):
-        assert jnp.isfinite(jax.jit(gradient, compiler_options=options)(0.1))
-    np.testing.assert_allclose(
-        gradient(0.1), jax.grad(lambda rate: final(size, hg.SGD(rate), hg.Unrolled()))(0.1), rtol=1e-3
-    )
-    assert jnp.isfinite(jax.vmap(gradient)(jnp.array([0.1, 0.2]))).all()
+        np.testing.assert_allclose(jax.jit(gradient, compiler_options=options)(0.1), expected, rtol=1e-3)
+    np.testing.assert_allclose(jax.vmap(gradient)(jnp.array([0.1, 0.2]))[0], expected, rtol=1e-3)
 
 
 # From here on, one matrix is trained for a few steps, and not always honestly.

@@ -42,7 +42,7 @@ def assert_close(got: Any, expected: Any, rtol: float = 2e-5) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol), got, expected)
 
 
-@pytest.fixture(params=["float32", "float64", "float32 under x64"])
+@pytest.fixture(params=["float64", "float32 under x64"])
 def numbers(request: pytest.FixtureRequest) -> Any:
     """(learning rates, momenta, keys) of three runs, in a type and under a setting of jax_enable_x64."""
     with jax.enable_x64(request.param != "float32"):
