@@ -110,6 +110,21 @@ def test_the_layout_changes_nothing_but_rounding(name: str, adjoint: Any, monkey
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
 
 
+def test_a_leaf_without_entries_trains_beside_others() -> None:
+    """Though its decays and rates, one for each weight, are none."""
+    params = {**WEIGHTS, "none": jnp.zeros((0, 2))}
+
+    def value(rate: Any, b2: Any) -> Any:
+        loss = lambda w, _, batch: sum(jnp.sum((x - 0.5) ** 2) for x in jax.tree.leaves(w))  # noqa: E731
+        w = hg.train(loss, params, hg.Adam(rate, b2=b2), hg.full_batch(0.0), steps=STEPS).params
+        return sum(jnp.sum(x**2) for x in jax.tree.leaves(w))
+
+    rate, b2 = (jax.tree.map(lambda x, y=y: jnp.full_like(x, y), params) for y in (0.1, 0.99))
+    for gradient in jax.grad(value, (0, 1))(rate, b2):
+        assert gradient["none"].shape == (0, 2)
+        assert all(jnp.all(gradient[name] != 0) for name in WEIGHTS)
+
+
 @pytest.mark.parametrize("leaf", ["a", "c", "d"])
 def test_an_error_names_the_leaf_and_not_the_vector(leaf: str) -> None:
     def loss(w: Any, _: Any, t: Any) -> Any:

@@ -138,7 +138,8 @@ def reverse(
         w, wide_w = parameters(rule, t, state.z), rule.floats(state.z, params)
         batch = problem.batch(frozen, t, apart=rule.isolate or doubt is not None)
         arguments = w, chosen(wanted, theta), (theta, frozen, batch)
-        second_order = functools.partial(products, problem, t, gradients, *arguments, dloss=dloss)
+        push = evidence_cotangent(problem, state.z, ds, rates)
+        second_order = functools.partial(products, problem, t, gradients, *arguments, dloss=dloss, push=push)
         apart = lambda: problem.gradient_apart(gradient, t, w, theta, frozen, batch)  # noqa: E731
         if rule.linear:
             u = gradient_cotangent(rule, state.z, ct.z, h)
@@ -159,8 +160,7 @@ def reverse(
             found, second = second_order(u)
 
         dw, dtheta = plus(ct.z[PARAMS], second.w), plus(dtheta, second.theta)
-        if ds:
-            push = evidence_cotangent(problem, state.z, ds, rates)
+        if ds and problem.functions.symmetric:
             through = pulled_evidence(problem, t, wanted, push, w, theta, frozen, batch)
             dw, dtheta = plus(dw, through.w), plus(dtheta, through.theta)
         if dloss is not None and problem.functions.symmetric:

@@ -7,7 +7,8 @@ With g = the loss's gradient in w and J its Jacobian, forward over reverse gives
 along u, without residuals of residuals; and along the same u, the derivative of the gradient in theta, (d_theta g)^T u.
 Both hold where g is the gradient of something. A loss with a derivative rule of its own (`jax.custom_vjp`) has a field of
 which J need not be symmetric: there reverse over reverse gives J^T u and (d_theta g)^T u from one vjp of the gradient, in
-the memory of one step. Nor is that field the derivative of the loss that training reports: the same vjp has that, too.
+the memory of one step. Nor is that field the derivative of the loss that training reports, nor need a rule be linear in its
+cotangent, as one that clips it is not: so the same vjp takes the cotangents of the loss and of the evidence, too.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,7 @@ class Gradients(NamedTuple):
 class Products(NamedTuple):
     """The gradient's derivative against u."""
 
-    w: list[Array]  # J^T u; where a field stands for the gradient, with the derivative of the loss against its cotangent
+    w: list[Array]  # J^T u; where J need not be symmetric, with the cotangents through the loss and the evidence
     theta: list[Array]  # (d_theta g)^T u, of the wanted leaves; likewise
     asymmetry: Array | None = None  # |J u - J^T u|, |J^T u|: float32 [2], where somebody watches and J passes as symmetric
 
@@ -80,26 +81,31 @@ def products(
     rest: Any,
     u: list[Array],
     dloss: Array | None,
+    push: list[Array],
 ) -> tuple[Gradients, Products]:
-    """u: the cotangent of the `joined` gradient; dloss: of the loss. Both results are joined, too."""
+    """u: the cotangent of the `joined` gradient; dloss: of the loss; push: of the evidence, none where nobody differentiates
+    the statistics. The last two count where J need not be symmetric. Both results are joined, too."""
+    symmetric = problem.functions.symmetric
+    push = [] if symmetric else push
 
     def field(w: list[Array], these: list[Array]) -> Any:
         (g, g_theta), (value, seen) = gradients(w, these, *rest)
-        return (g, value), (g_theta, seen)
+        return (g, value, seen if push else []), (g_theta, seen)
 
     asymmetry = None
     with jax.enable_x64(problem.x64):
-        (*u, dloss), unscaled = _scaled(problem, [*u, jnp.zeros(()) if dloss is None else dloss])
+        cotangents, unscaled = _scaled(problem, [*u, jnp.zeros(()) if dloss is None else dloss, *push])
+        u, dloss, push = cotangents[: len(u)], cotangents[len(u)], cotangents[len(u) + 1 :]
         u = settled([x.astype(y.dtype) for x, y in zip(problem.rule.layout.split(u), w, strict=True)])
-        if problem.functions.symmetric:
+        if symmetric:
             f = lambda w: gradients(w, these, *rest)  # noqa: E731
             (g, g_theta), (hu, cross), (value, seen) = settled(jax.jvp(f, (w,), (u,), has_aux=True))
             if problem.watch:
-                transposed = jax.vjp(field, w, these, has_aux=True)[1]((u, jnp.zeros_like(value)))
+                transposed = jax.vjp(field, w, these, has_aux=True)[1]((u, jnp.zeros_like(value), []))
                 asymmetry = _asymmetry((hu, cross), transposed)
         else:
-            (g, value), pull, (g_theta, seen) = jax.vjp(field, w, these, has_aux=True)
-            pulled = pull((u, dloss.astype(value.dtype)))
+            (g, value, _), pull, (g_theta, seen) = jax.vjp(field, w, these, has_aux=True)
+            pulled = pull((u, dloss.astype(value.dtype), push))
             g, (hu, cross), g_theta, value, seen = settled((g, pulled, g_theta, value, seen))
     found = Gradients(value, seen, problem.joined(t, g), g_theta)
     return found, Products(unscaled(problem.joined(t, hu)), unscaled(cross), asymmetry)
@@ -156,14 +162,12 @@ def _scaled(problem: Problem, u: list[Array]) -> tuple[list[Array], Callable[[li
 def pulled_evidence(
     problem: Problem, t: Array, wanted: tuple[bool, ...], push: list[Array], w: list[Array], theta: list[Array], *rest: Any
 ) -> Products:
-    """The cotangents of w and theta from that of the evidence. Behind a branch: in the open, XLA would round the gradient
-    beside it otherwise than on the way out."""
+    """The cotangents of w and theta from that of the evidence, where J is symmetric. Behind a branch: in the open, XLA would
+    round the gradient beside it otherwise than on the way out."""
 
     def pulled(push: list[Array], w: list[Array], theta: list[Array], *rest: Any) -> Any:
         def evidence(w: list[Array], these: list[Array]) -> list[Array]:
-            if problem.functions.symmetric:
-                return problem.value(w, merged(wanted, these, theta), *rest)[1]
-            return first_order(problem, wanted)(w, these, theta, *rest)[1][1]  # a derivative rule may hold but once
+            return problem.value(w, merged(wanted, these, theta), *rest)[1]
 
         _, vjp = jax.vjp(evidence, w, chosen(wanted, theta))
         with jax.enable_x64(problem.x64):

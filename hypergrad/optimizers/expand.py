@@ -208,6 +208,8 @@ def decay_interval(link: Link) -> tuple[float, float]:
 def first_bad_decay(link: Link, h: dict[str, Array]) -> tuple[Array, Array, Array]:
     """(any, step, value): where a leaf's traced decay is outside its interval."""
     rho = h[link.decay].reshape(h[link.decay].shape[0], -1)  # type: ignore[index]
+    if not rho.size:
+        return jnp.bool_(False), jnp.int32(-1), jnp.float32(0)
     lowest, highest = decay_interval(link)
     bad = ~((rho >= lowest) & (rho <= highest))
     step = first_true(bad.any(axis=1))

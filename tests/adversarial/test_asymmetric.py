@@ -172,6 +172,19 @@ def test_beside_statistics() -> None:
     assert_roads_agree(loss, lambda rate: hg.SGD(rate, 0.75), given)
 
 
+@pytest.mark.parametrize(
+    "optimizer", [lambda rate: hg.SGD(rate, 0.75), lambda rate: hg.Adam(rate / 10)], ids=["SGD", "Adam"]
+)
+def test_a_rule_that_is_not_linear_has_all_cotangents_at_once(optimizer: Any) -> None:
+    """What clips a sum is not the sum of what is clipped: those of gradient, loss and statistics come together."""
+
+    def loss(w: Any, theta: Any, batch: Any) -> Any:
+        total = labels(w, jnp.tanh(DATA @ w["features"])) + clipped_gradient(theta, 0.01)
+        return total + jnp.sin(2 * total), jnp.tanh(total * jnp.arange(1.0, 4.0))
+
+    assert_roads_agree(loss, optimizer, inputs() | {"statistics": jnp.full(3, 0.1), "decay": jnp.asarray(0.5)})
+
+
 def test_compiled_and_batched() -> None:
     gradient = lambda a: jax.grad(lambda i: objective(i, REVERSED, lambda rate: hg.SGD(rate, 0.75), a))  # noqa: E731
     lanes = jax.tree.map(lambda x: jnp.stack([x, 0.9 * x]), inputs())
