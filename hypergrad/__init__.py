@@ -50,6 +50,7 @@ from hypergrad.optimizers import add_decayed_weights as add_decayed_weights
 from hypergrad.optimizers import clip as clip
 from hypergrad.optimizers import clip_by_global_norm as clip_by_global_norm
 from hypergrad.optimizers import freeze as freeze
+from hypergrad.optimizers import partition as partition
 from hypergrad.schedules import PerStep as PerStep
 from hypergrad.schedules import knots as knots
 

@@ -13,17 +13,17 @@ from hypergrad import _programs as programs
 from hypergrad._settings import own_settings
 from hypergrad._train import set_up
 from hypergrad.adjoints import Reversible
-from hypergrad.adjoints.apart import remembered
 from hypergrad.adjoints.passes import settled_driver, with_all_derivatives
+from hypergrad.adjoints.retry import remembered
 from hypergrad.adjoints.second_order import check_symmetric
 from hypergrad.errors import OK, Status
 from hypergrad.exact import all_of
-from hypergrad.loop.forward import Seen, train_step
-from hypergrad.loop.prints import print_of, state_prints
-from hypergrad.loop.problem import Inputs, Problem, begun, intact, join_steps, schedules, split, turns_of
-from hypergrad.loop.status import assess, most_words
-from hypergrad.loop.step import Exact, unfollow, unstep
 from hypergrad.optimizers.chain import PARAMS
+from hypergrad.run.fingerprints import print_of, state_prints
+from hypergrad.run.forward import Seen, train_step
+from hypergrad.run.spec import Inputs, Run, entries_of, join_steps, schedules, split
+from hypergrad.run.status import Capacity, assess, most_words
+from hypergrad.run.step import Signals, State, final_values, initial_state, matches_initial, unstep
 
 
 class Mismatch(NamedTuple):
@@ -68,26 +68,25 @@ def check_reversal(
     where the derivative of the loss's gradient is not what its program promises; a failed reversal is a result, not an
     error.
     """
-    problem, inputs, _ = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, True, statistics)
-    problem = dataclasses.replace(settled_driver(problem, inputs), watch="states")
+    run, inputs, _ = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, True, statistics)
+    run = dataclasses.replace(settled_driver(run, inputs), watch="states")
     with own_settings():
-        plan = problem.beside(schedules, inputs.h)
-        capacity = {link.name: int(most_words(plan)) for _, link, _ in problem.links(inputs.h)}
-        statics = problem, tuple(capacity.items())
-        run = functools.partial(programs.call, _there_and_back) if problem.driver == "scan" else _from_python
-        judged, end, there, plain = run(statics, inputs)
+        words = int(most_words(run.outside_loop(schedules, inputs.h)))
+        capacity = tuple(tuple(words if link.decay else None for link in block.chain) for block in run.blocks)
+        make = functools.partial(programs.call, _there_and_back) if run.driver == "scan" else _from_python
+        judged, end, there, plain = make((run, capacity), inputs)
         if int(judged.status.code) != OK:
             raise judged.status.worst().error()
-        derived = with_all_derivatives(problem, inputs, end, there.seen)
-    check_symmetric(derived.watched["asymmetry"], problem.rule.param_dtypes)
+        derived = with_all_derivatives(run, inputs, end, there.seen)
+    check_symmetric(derived.watched["asymmetry"], [block.leaf_dtype for block in run.of_parameters])
     mismatch = None
     if not judged.found.all():
-        mismatch = _first_mismatch(problem, there, plain, "gradient")
+        mismatch = _first_mismatch(run, there, plain, "gradient")
     elif not derived.found.all():
-        mismatch = _first_mismatch(problem, there, plain._replace(states=derived.watched["states"]), "derivative")
+        mismatch = _first_mismatch(run, there, plain._replace(states=derived.watched["states"]), "derivative")
     bits, ideal, words = (x.item() for x in (judged.status.bits, judged.status.ideal_bits, judged.status.words))
     content, largest = float(judged.content), float(judged.largest)
-    isolated = bool(derived.doubted) or remembered(problem) != problem
+    isolated = bool(derived.doubted) or remembered(run) != run
     return Certificate(mismatch is None, mismatch, bits, ideal, largest, words, content, isolated)
 
 
@@ -112,85 +111,81 @@ class _Judged(NamedTuple):
     found: Array  # per place, whether it came back, by the same losses
 
 
-def _there_and_back(problem: Problem, capacity: tuple[Any, ...], inputs: Inputs) -> tuple[_Judged, Exact, _Pass, _Pass]:
-    plan, first, largest_first = problem.beside(_begin, inputs, static=(capacity,))
-    constant, stepped = problem.beside(split, inputs.h)
-    gradient = problem.maybe_jit(problem.gradient)
+def _there_and_back(run: Run, capacity: Capacity, inputs: Inputs) -> tuple[_Judged, State, _Pass, _Pass]:
+    plan, first, largest_first = run.outside_loop(_begin, inputs, static=(capacity,))
+    constant, stepped = run.outside_loop(split, inputs.h)
+    gradient = run.maybe_jit(run.gradient)
     consts = (constant, inputs.theta, inputs.frozen)
-    xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns_of(plan))
+    xs = (jnp.arange(run.steps, dtype=jnp.int32), stepped, entries_of(plan))
 
-    def forward(consts: Any, state: Exact, x: Any) -> Any:
-        prints = state_prints(problem, state), print_of(problem.batch(consts[-1], x[0]))
-        state, seen, _ = train_step(problem, gradient, consts, state, x)
-        return state, (_Pass(*prints, seen), _largest(problem, state))
+    def forward(consts: Any, state: State, x: Any) -> Any:
+        prints = state_prints(run, state), print_of(run.batch(consts[-1], x[0]))
+        state, seen, _ = train_step(run, gradient, consts, state, x)
+        return state, (_Pass(*prints, seen), _largest(run, state))
 
-    def backward(consts: Any, state: Exact, x: Any) -> Any:
+    def backward(consts: Any, state: State, x: Any) -> Any:
         constant, theta, frozen = consts
-        t, stepped, turns = x
-        h, rates = problem.parts(join_steps(constant, stepped))
-        batch = problem.batch(frozen, t)
+        t, stepped, entries = x
+        batch, losses = run.batch(frozen, t), []
 
-        def again(w: list[Array]) -> list[Array]:
-            value, g, evidence = problem.gradient_apart(gradient, t, w, theta, frozen, batch)
-            found.append((value, evidence))
-            return g
+        def again(w: list[Array]) -> Signals:
+            value, g, statistics = run.isolated_gradient(gradient, t, w, theta, frozen, batch)
+            losses.append(value)
+            return run.signals(g, statistics, run.more_signals(t, w, theta, frozen, batch))
 
-        found: list[tuple[Array, list[Array]]] = []
-        state = unstep(problem.rule, t, state, h, turns, again)
-        loss, evidence = found[-1]
-        state = unfollow(problem.statistics, t, state, rates, turns, evidence)
+        state = unstep(run, t, state, join_steps(constant, stepped), entries, again)
         print_ = print_of(batch)
-        return state, _Pass(state_prints(problem, state), print_, Seen(loss, None if problem.functions.sure else print_))
+        return state, _Pass(state_prints(run, state), print_, Seen(losses[0], None if run.functions.sure else print_))
 
-    end, (there, largest) = problem.run(forward, consts, first, xs)
-    last, back = problem.run(backward, consts, end, xs, reverse=True)
+    end, (there, largest) = run.loop(forward, consts, first, xs)
+    last, back = run.loop(backward, consts, end, xs, reverse=True)
     magnitudes = largest_first, largest
-    judged = problem.beside(_judge, inputs, plan, end, last, there.seen, back.seen, magnitudes, static=(capacity,))
+    judged = run.outside_loop(_judge, inputs, plan, end, last, there.seen, back.seen, magnitudes, static=(capacity,))
     return judged, end, there, back
 
 
-def _begin(problem: Problem, capacity: tuple[Any, ...], inputs: Inputs) -> tuple[Any, Exact, Array]:
-    first = begun(problem, inputs.values, dict(capacity))
-    return schedules(problem, inputs.h), first, _largest(problem, first)
+def _begin(run: Run, capacity: Capacity, inputs: Inputs) -> tuple[Any, State, Array]:
+    first = initial_state(run, inputs.values, capacity)
+    return schedules(run, inputs.h), first, _largest(run, first)
 
 
 def _judge(
-    problem: Problem,
-    capacity: Any,
+    run: Run,
+    capacity: Capacity,
     inputs: Inputs,
     plan: Any,
-    end: Exact,
-    last: Exact,
+    end: State,
+    last: State,
     seen: Seen,
     again: Seen,
     magnitudes: Any,
 ) -> _Judged:
-    status = assess(problem, inputs.values, inputs.h, plan, end.z, seen.losses, dict(capacity))
-    found = intact(problem, inputs.values, last) & all_of(seen.losses == again.losses)
+    status = assess(run, inputs.values, inputs.h, plan, end, seen.losses, capacity)
+    found = matches_initial(run, inputs.values, last) & all_of(seen.losses == again.losses)
     first, largest = magnitudes
-    return _Judged(status, _content(problem, inputs, plan, end), jnp.maximum(first, largest.max()), found)
+    return _Judged(status, _content(run, inputs, plan, end), jnp.maximum(first, largest.max()), found)
 
 
-def _largest(problem: Problem, state: Exact) -> Array:
+def _largest(run: Run, state: State) -> Array:
     """max |z| of all links: float32 []."""
-    floats = [x for rule in problem.rules for link in rule.chain for x in rule.decoded(state.z, link)]
+    floats = [x for own in final_values(run, state) for x in own.values()]
     return jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in floats]).max()
 
 
-def _content(problem: Problem, inputs: Inputs, plan: Any, end: Exact) -> Any:
+def _content(run: Run, inputs: Inputs, plan: Any, end: State) -> Any:
     """Bits per parameter and step that the integers in all buffers are long."""
     total: Any = 0.0
-    for rule, link, _ in problem.links(inputs.h):
-        if link.decay:
-            rows = zip(inputs.values[link.name], rule.kept(link), end.buffers[link.name], plan[link.name], strict=True)
-            total += sum(x.size * keep.length(buffer, s.words) for x, keep, buffer, s in rows)
-    return total / sum(x.size for x in inputs.values[PARAMS]) / problem.steps
+    for block, values, slots, own in zip(run.blocks, inputs.values, end, plan, strict=True):
+        for link in block.chain:
+            if link.decay:
+                total += values[link.name].size * block.buffer(link).length(slots[link.name].digits, own[link.name].words)
+    return total / sum(inputs.values[j][PARAMS].size for j in run.parameters) / run.steps
 
 
-def _first_mismatch(problem: Problem, there: _Pass, back: _Pass, cause: str) -> Mismatch:
+def _first_mismatch(run: Run, there: _Pass, back: _Pass, cause: str) -> Mismatch:
     states, batches = (np.asarray(x) != np.asarray(y) for x, y in zip(there[:2], back[:2], strict=True))
     if not states.any():
         step = int(np.flatnonzero(batches)[-1]) if batches.any() else 0
         return Mismatch(step, "the losses", "batch" if batches.any() else "loss")
     step = int(np.flatnonzero(states.any(axis=1))[-1])
-    return Mismatch(step, problem.labels.places[int(np.argmax(states[step]))], "batch" if batches[step] else cause)
+    return Mismatch(step, run.labels.places[int(np.argmax(states[step]))], "batch" if batches[step] else cause)

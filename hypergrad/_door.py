@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -16,11 +16,12 @@ from jax import Array
 from hypergrad._closures import name_of
 from hypergrad._program_keys import contains
 from hypergrad._programs import Program, owned
+from hypergrad.adjoints.base import Adjoint
 from hypergrad.batches import FullBatch, HostBatches, Minibatches, Stacked
 from hypergrad.exact import STEPS
 from hypergrad.hypers import describe, is_domain
-from hypergrad.optimizers.chain import PARAMS, Link, Optimizer
-from hypergrad.optimizers.expand import compute_dtype, concrete
+from hypergrad.optimizers.chain import Optimizer
+from hypergrad.optimizers.expand import concrete
 from hypergrad.optimizers.statistics import Statistics
 
 
@@ -56,7 +57,7 @@ def check_kinds(loss: Any, optimizer: Any, batches: Any, adjoint: Any) -> None:
                 "hg.stacked(jax.tree.map(lambda *b: np.stack(b), *batches)), or load batch t with hg.host_batches(function)."
             )
         raise TypeError(f"{what} A bare tuple or array does not say what a step sees: wrap it in {_BATCH_CURE}.")
-    if not hasattr(adjoint, "run"):
+    if not isinstance(adjoint, Adjoint):
         raise TypeError(f"`adjoint` must be hg.Reversible(), hg.Unrolled() or hg.Checkpointed(); got {describe(adjoint)}.")
     check_signature("loss(params, theta, batch)", loss, "Without theta write loss(params, _, batch).")
     check_signature("batches(t)", batches, f"t is the step; or take {_BATCH_CURE}.")
@@ -261,31 +262,12 @@ def _shaped(x: Any) -> str:
     return f"{x.dtype.name}{list(x.shape)}"
 
 
-def check_state(chain: tuple[Link, ...], params: Any, state: Any, weights: Iterable[str]) -> dict[str, list[Array]]:
-    """Initial values of every link, leaf by leaf. weights: what else `state` may have."""
-    names = [link.name for link in chain[:-1]]
-    if state is not None and (not isinstance(state, dict) or not set(names) <= set(state) <= {*names, *weights}):
-        got = sorted(state) if isinstance(state, dict) else describe(state)
-        also = f", and if they are known {list(weights)}" if list(weights) else ""
-        raise ValueError(f"`state` must be None or a dict with the keys {names}{also}, as in Trained.state; got {got}.")
-    leaves, tree = jax.tree.flatten(params)
-    values = {PARAMS: leaves}
-    for link in chain[:-1]:
-        wide = [x.astype(compute_dtype(x)) for x in leaves]
-        start = [link.start(x) for x in wide]
-        if state is not None:
-            start = _state_leaves(link.name, state[link.name], tree, start)
-        values[link.name] = start
-    return values
-
-
-def _state_leaves(name: str, given: Any, tree: Any, expected: list[Array]) -> list[Array]:
-    if jax.tree.structure(given) != tree:
-        raise ValueError(f"state[{name!r}] must have the tree of `params`, {tree}; got {jax.tree.structure(given)}.")
-    result = []
-    for (path, x), e in zip(jax.tree_util.tree_leaves_with_path(given), expected, strict=True):
-        where = f"state[{name!r}]{jax.tree_util.keystr(path)}"
-        if jnp.shape(x) != e.shape or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-            raise ValueError(f"{where} must be a float array of shape {e.shape}; got {describe(x)}.")
-        result.append(owned(x).astype(e.dtype))
-    return result
+def check_signal(name: str, given: Any, tree: Any, w: list[Array]) -> list[Array]:
+    """What a function of an optimizer's signals gave, leaf by leaf."""
+    if jax.tree.structure(given) != tree or any(
+        jnp.shape(x) != y.shape for x, y in zip(jax.tree.leaves(given), w, strict=False)
+    ):
+        raise ValueError(
+            f"the signal {name!r} of the optimizer must be a pytree like `params`, with its shapes; got {_outline(given)}."
+        )
+    return jax.tree.leaves(given)

@@ -1,4 +1,4 @@
-"""The inverse law of optimizers on extreme integers: `unstep(step(state, g), g) == state`, bit for bit."""
+"""The inverse law of optimizers on extreme integers: `unstep(step(state, s), s) == state`, bit for bit."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad._isolation import kernel_by_kernel
 from hypergrad._settings import own_settings
-from hypergrad.exact import WORD_BITS, Buffer, Scaled, Value, Wide, grid_range
-from hypergrad.loop import step as _step
-from hypergrad.loop.drivers import in_kernels
-from hypergrad.loop.problem import join_steps, split_steps
-from hypergrad.optimizers.chain import Link, Optimizer
-from hypergrad.optimizers.expand import buffers, compute_dtype, link_fraction_bits, link_numerators, prepared
-from hypergrad.optimizers.layout import Layout, separate
-from hypergrad.optimizers.transform import transforms
+from hypergrad._train import set_up
+from hypergrad.adjoints import Reversible
+from hypergrad.batches import full_batch
+from hypergrad.exact import WORD_BITS, Fixed, Heads, grid_range
+from hypergrad.optimizers.block import Block
+from hypergrad.optimizers.chain import GRADIENT, Link, Optimizer
+from hypergrad.run.spec import Run, entries_of, join_steps, schedules, split_steps
+from hypergrad.run.status import most_words
+from hypergrad.run.step import Slot, State, initial_state, map_state, step, unstep
 
 
 _EXTREMES = (0, -1, 1, 2**16 - 1, -(2**16), 2**60, -(2**60), 2**61 - 1, -(2**61) + 1)
@@ -31,120 +33,114 @@ def check_inverse(optimizer: Optimizer, params: Any = None, *, steps: int = 20, 
     come back.
     """
     params = {"w": jnp.zeros((3, 4), jnp.float32)} if params is None else params
-    leaves = jax.tree.leaves(params)
-    layout = separate([x.shape for x in leaves])
-    h, _ = prepared(optimizer, params, steps, layout)
-    rule = _rule_of(optimizer, layout, h, leaves)
+    run, inputs, _ = set_up(_nothing, params, optimizer, full_batch(()), None, steps, None, Reversible(), True)
     rng = np.random.default_rng(seed)
     with own_settings():
-        plans = {
-            k.name: [
-                keep.schedule(link_numerators(k, hj, steps), k.denominator) for keep, hj in zip(rule.kept(k), h, strict=True)
-            ]
-            for k in rule.chain
-            if k.decay
-        }
-        words: dict[str, int | None] = {name: max(int(s.words) for s in row) for name, row in plans.items()}
-        turns = {name: [s.turns for s in row] for name, row in plans.items()}
-        gradients = [jnp.asarray(rng.normal(size=(steps, *x.shape)), x.dtype) for x in leaves]
-        constant, stepped = split_steps(h, steps)
-        wide = [x.astype(dtype) for x, dtype in zip(leaves, rule.dtypes, strict=True)]
-        fresh = _step.start(rule, {link.name: [link.start(x) for x in wide] for link in rule.chain}, words)
-        state = fresh._replace(z={link.name: _drawn(rng, rule, link, fresh.z) for link in rule.chain})
-        run = jax.jit(_there_and_back, static_argnums=0)
+        plan = schedules(run, inputs.h)
+        words = int(most_words(plan))
+        signals = [{name: _normal(rng, steps, block) for name in _signals(block)} for block in run.blocks]
+        constant, stepped = split_steps(inputs.h, steps)
+        fresh = initial_state(run, inputs.values, tuple((words,) * len(block.chain) for block in run.blocks))
+        state: State = map_state(lambda block, link, slot: _drawn(rng, block, link, slot), run, fresh)
+        compiled = jax.jit(_there_and_back, static_argnums=0)
         for _ in range(5):
-            there, back, lost = run(rule, constant, state, (jnp.arange(steps), stepped, turns, gradients))
+            xs = (jnp.arange(steps, dtype=jnp.int32), stepped, entries_of(plan), signals)
+            there, back, lost = compiled(run, constant, state, xs)
             if not any(x.any() for x in lost):
-                return _compare(rule, *jax.tree.map(np.asarray, (there, back)))
-            state = state._replace(z={n: list(map(_afresh, lost, row, fresh.z[n])) for n, row in state.z.items()})
+                return _compare(run, *jax.tree.map(np.asarray, (there, back)))
+            state = [
+                {n: _afresh(flags, own[n], new[n]) for n in own} for flags, own, new in zip(lost, state, fresh, strict=True)
+            ]
     raise AssertionError("values leave the range of their grids from a fresh start: take smaller hyperparameters to check.")
 
 
-def _rule_of(optimizer: Optimizer, layout: Layout, h: Any, leaves: list[Array]) -> _step.Rule:
-    chain = optimizer.chain
-    bits = tuple(tuple(link_fraction_bits(link, x, None) for x in leaves) for link in chain)
-    dtypes = tuple(compute_dtype(x) for x in leaves)
-    own = tuple(np.dtype(x.dtype) for x in leaves)
-    keep = buffers(chain, h)
-    return _step.Rule(chain, bits, dtypes, own, keep, optimizer.linear, not optimizer.linear, layout, transforms(optimizer))
+def _nothing(params: Any, theta: Any, batch: Any) -> Array:
+    del params, theta, batch
+    return jnp.zeros(())
 
 
-def _drawn(rng: np.random.Generator, rule: _step.Rule, link: Link, like: Any) -> list[Value]:
-    """Integers for every leaf of a link: extremes, and as many of ordinary size."""
-
-    def draw(x: Value, bits: int) -> Value:
-        if isinstance(x, Scaled):  # as large at the full scale
-            extremes, bits = [int(e / x.factors[0]) if abs(e) > 2**32 else e for e in _EXTREMES], bits - WORD_BITS
-            return x._replace(z=draw_integers(x.z, extremes, bits))
-        return draw_integers(x, _EXTREMES, bits)
-
-    def draw_integers(x: Value, extremes: Sequence[int], bits: int) -> Value:
-        ordinary = (rng.normal(size=x.shape) * 2.0**bits).astype(np.int64)
-        z = jnp.asarray(np.where(rng.random(x.shape) < 0.5, rng.choice(extremes, x.shape), ordinary))
-        return Wide(z, jnp.asarray(rng.choice(_LOW_EXTREMES, x.shape))) if link.wide else z
-
-    return [draw(x, bits) for x, bits in zip(like[link.name], rule.bits(link), strict=True)]
+def _signals(block: Block) -> list[str]:
+    return [GRADIENT, *(link.signal for link in block.chain if link.signal != GRADIENT)]
 
 
-def _afresh(lost: Array, z: Value, fresh: Value) -> Value:
-    if isinstance(z, Scaled):
-        return z._replace(z=_afresh(lost, z.z, fresh.z))
-    chosen = lost if lost.shape == z.shape else lost.any()
-    return jax.tree.map(lambda x, y: jnp.where(chosen, y, x), z, fresh)
+def _normal(rng: np.random.Generator, steps: int, block: Block) -> Array:
+    return jnp.asarray(rng.normal(size=(steps, *block.shape)), block.dtype)
+
+
+def _drawn(rng: np.random.Generator, block: Block, link: Link, slot: Slot) -> Slot:
+    """Integers for a link: extremes, and as many of ordinary size."""
+    value, bits, extremes = slot.value, block.bits(link), list(_EXTREMES)
+    if value.scale is not None:  # as large at the full scale
+        extremes, bits = [int(e / value.scale[0]) if abs(e) > 2**32 else e for e in extremes], bits - WORD_BITS
+    value = value._replace(high=_integers(rng, value.high, extremes, bits))
+    if value.low is not None:
+        value = value._replace(low=jnp.asarray(rng.choice(_LOW_EXTREMES, value.shape)))
+    return slot._replace(value=value)
+
+
+def _integers(rng: np.random.Generator, like: Array, extremes: Sequence[int], bits: int) -> Array:
+    ordinary = (rng.normal(size=like.shape) * 2.0**bits).astype(np.int64)
+    return jnp.asarray(np.where(rng.random(like.shape) < 0.5, rng.choice(extremes, like.shape), ordinary))
+
+
+def _afresh(lost: Array, slot: Slot, fresh: Slot) -> Slot:
+    chosen = lost if lost.shape == slot.value.shape else lost.any()
+    return slot._replace(value=fresh.value.where(chosen, slot.value))
 
 
 class _Trace(NamedTuple):
     """The state before every step, leading axis = step: integers, and the heads of the buffers."""
 
-    z: Any
-    heads: Any
+    values: list[dict[str, Fixed]]
+    heads: list[dict[str, Any]]
 
 
-def _there_and_back(rule: _step.Rule, constant: Any, state: _step.Exact, xs: Any) -> tuple[_Trace, _Trace, list[Array]]:
-    """Both ways' traces, and per leaf which entries left the range of a grid on the way there: bool [leaf shape]."""
+def _trace(run: Run, state: State) -> _Trace:
+    heads = map_state(lambda block, link, slot: slot.digits.head if isinstance(slot.digits, Heads) else None, run, state)
+    return _Trace(map_state(lambda block, link, slot: slot.value, run, state), heads)
+
+
+def _there_and_back(run: Run, constant: Any, state: State, xs: Any) -> tuple[_Trace, _Trace, list[Array]]:
+    """Both ways' traces, and per block which entries left the range of a grid on the way there: bool [block's shape]."""
     held = (state, xs)
 
-    def trace(state: _step.Exact) -> _Trace:
-        heads = {name: [b.head if isinstance(b, Buffer) else None for b in row] for name, row in state.buffers.items()}
-        return _Trace(state.z, heads)
-
     def forward(carry: Any, x: Any) -> Any:
-        (state, lost), (t, stepped, turns, g) = carry, x
-        left = _step.step(rule, in_kernels(t, held), state, join_steps(constant, stepped), turns, g)
-        return (left, [a | b for a, b in zip(lost, _out_of_range(rule, left), strict=True)]), trace(state)
+        (state, lost), (t, stepped, entries, signals) = carry, x
+        left = step(run, kernel_by_kernel(t, held), state, join_steps(constant, stepped), entries, signals)
+        return (left, [a | b for a, b in zip(lost, _out_of_range(run, left), strict=True)]), _trace(run, state)
 
-    def backward(left: _step.Exact, x: Any) -> Any:
-        t, stepped, turns, g = x
-        state = _step.unstep(rule, in_kernels(t, held), left, join_steps(constant, stepped), turns, lambda w: g)
-        return state, trace(state)
+    def backward(left: State, x: Any) -> Any:
+        t, stepped, entries, signals = x
+        h = join_steps(constant, stepped)
+        state = unstep(run, kernel_by_kernel(t, held), left, h, entries, lambda w: signals)
+        return state, _trace(run, state)
 
-    (end, lost), there = jax.lax.scan(forward, (state, _out_of_range(rule, state)), xs)
+    (end, lost), there = jax.lax.scan(forward, (state, _out_of_range(run, state)), xs)
     return there, jax.lax.scan(backward, end, xs, reverse=True)[1], lost
 
 
-def _out_of_range(rule: _step.Rule, state: _step.Exact) -> list[Array]:
-    rows = [jnp.zeros(x.shape, bool) for x in state.z[rule.chain[-1].name]]
-    for link in rule.chain:
-        for j, x in enumerate(rule.floats(state.z, link)):
-            lost = ~(jnp.abs(x) < grid_range(rule.bits(link)[j]))
-            rows[j] |= lost if lost.shape == rows[j].shape else lost.any()
+def _out_of_range(run: Run, state: State) -> list[Array]:
+    rows = []
+    for block, slots in zip(run.blocks, state, strict=True):
+        row = jnp.zeros(block.shape, bool)
+        for link in block.chain:
+            lost = ~(jnp.abs(slots[link.name].value.decode(block.bits(link), block.dtype)) < grid_range(block.bits(link)))
+            row |= lost if lost.shape == row.shape else lost.any()
+        rows.append(row)
     return rows
 
 
-def _compare(rule: _step.Rule, there: _Trace, back: _Trace) -> None:
-    for t in reversed(range(len(jax.tree.leaves(there.z)[0]))):
-        for name, leaves in there.z.items():
-            for j, z in enumerate(leaves):
-                pairs = zip(jax.tree.leaves(z), jax.tree.leaves(back.z[name][j]), strict=True)
+def _compare(run: Run, there: _Trace, back: _Trace) -> None:
+    for t in reversed(range(len(jax.tree.leaves(there.values)[0]))):
+        for j, own in enumerate(there.values):
+            for name, value in own.items():
+                pairs = zip(jax.tree.leaves(value), jax.tree.leaves(back.values[j][name]), strict=True)
                 if off := max(int(np.abs(x[t].astype(np.int64) - y[t]).max()) for x, y in pairs):
                     raise AssertionError(
-                        f"unstep did not undo step {t}: link `{name}`, leaf {j}, is off by up to {off} quanta. Its "
+                        f"unstep did not undo step {t}: link `{name}`, block {j}, is off by up to {off} quanta. Its "
                         "increment is not the same function of the same values in both directions: does it read anything "
-                        "but h, z and g, or end in a product plus a sum?"
+                        "but h, z and g?"
                     )
-                if (
-                    name in there.heads
-                    and there.heads[name][j] is not None
-                    and (there.heads[name][j][t] != back.heads[name][j][t]).any()
-                ):
-                    raise AssertionError(f"unstep did not undo step {t}: the buffer of link `{name}`, leaf {j}, differs.")
+                heads = there.heads[j][name], back.heads[j][name]
+                if heads[0] is not None and (heads[0][t] != heads[1][t]).any():
+                    raise AssertionError(f"unstep did not undo step {t}: the buffer of link `{name}`, block {j}, differs.")

@@ -6,7 +6,7 @@ Invariant: each function is called here, when training is entered, and never aga
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -21,9 +21,11 @@ from hypergrad._closures import name_in, name_of
 from hypergrad._own_rules import is_float, own_rule
 from hypergrad._program_keys import Key, array_key, equations
 from hypergrad._programs import Program
-from hypergrad.loop.functions import Frozen, Functions
-from hypergrad.loop.step import Hypers, Rule, Values, increment
-from hypergrad.optimizers.chain import PARAMS, Optimizer
+from hypergrad.optimizers.block import Floats
+from hypergrad.optimizers.chain import STATISTICS, Signal
+from hypergrad.optimizers.expand import Hypers
+from hypergrad.run.functions import Frozen, Functions, Signals
+from hypergrad.run.spec import Run
 
 
 class Traced(NamedTuple):
@@ -36,8 +38,11 @@ class Traced(NamedTuple):
     returned: Any  # by the loss: `ShapeDtypeStruct`s
 
 
-def trace(loss: Callable[..., Any], params: Any, theta: Any, batches: Any) -> Traced:
-    """Call each function once, under the caller's settings, and see what it computes."""
+def trace(
+    loss: Callable[..., Any], params: Any, theta: Any, batches: Any, signals: Mapping[str, Signal] = {}, pair: bool = False
+) -> Traced:
+    """Call each function once, under the caller's settings, and see what it computes. pair: whether the loss returns batch
+    statistics, too."""
     leaves, tree = jax.tree.flatten(params)
     (theta_floats, theta_others), whole_theta = _split(theta, eqx.is_inexact_array)
     (batch_leaves, _), whole_batches = _split(batches, eqx.is_array)
@@ -54,15 +59,27 @@ def trace(loss: Callable[..., Any], params: Any, theta: Any, batches: Any) -> Tr
     door.check_pure(batches, (batch, of_batch), lambda: programs.trace(arrays_of_batch, batch_leaves, step))
     structure, others = rest[0]
 
-    def value(w: list[Array], floats: list[Array], arrays: list[Any], batch: list[Any]) -> Any:
+    def as_given(w: list[Array], floats: list[Array], arrays: list[Any], batch: list[Any]) -> tuple[Any, Any, Any]:
         whole_batch = eqx.combine(jax.tree.unflatten(structure, batch), others)
-        arguments = jax.tree.unflatten(tree, w), whole_theta(floats, arrays), whole_batch
+        return jax.tree.unflatten(tree, w), whole_theta(floats, arrays), whole_batch
+
+    def value(*lists: list[Any]) -> Any:
+        arguments = as_given(*lists)
         with door.calling("loss(params, theta, batch)", *arguments):
             return loss(*arguments)
+
+    def more(w: list[Array], *lists: Any) -> Any:
+        *rest, key = lists
+        scalar = (lambda *a: loss(*a)[0]) if pair else loss
+        found = {name: function(scalar, *as_given(w, *rest), key) for name, function in signals.items()}
+        return {name: door.check_signal(name, x, tree, w) for name, x in found.items()}
 
     arguments = leaves, theta_floats, theta_others, batch.out
     program, of_loss = programs.trace(value, *arguments)
     captured = tuple(isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact) for x in of_loss)
+    of_signals, held_by_signals = None, []
+    if signals:
+        of_signals, held_by_signals = _signals(more, (*arguments, _KEY), tuple(signals), of_loss, captured)
     functions = Functions(
         batch,
         program,
@@ -72,17 +89,46 @@ def trace(loss: Callable[..., Any], params: Any, theta: Any, batches: Any) -> Tr
         narrow=_narrow(program.jaxpr),
         collective=_collective(program) or _collective(batch),
         sure=not any("callback" in e.primitive.name or e.primitive.name == "ffi_call" for e in equations(batch.jaxpr)),
+        signals=of_signals,
     )
     floats = [*theta_floats, *(x for x, traced in zip(of_loss, captured, strict=True) if traced)]
     untraced = [x for x, traced in zip(of_loss, captured, strict=True) if not traced]
-    frozen = Frozen(theta_others, [programs.owned(x) for x in untraced], [programs.owned(x) for x in of_batch], batch_leaves)
+    kept = [[programs.owned(x) for x in xs] for xs in (untraced, held_by_signals, of_batch)]
+    frozen = Frozen(theta_others, *kept, batch_leaves)
     names = (
         *_paths("theta", theta, lambda x: eqx.is_array(x) and not eqx.is_inexact_array(x)),
         *("what the loss closes over" for _ in untraced),
+        *("what a signal closes over" for _ in held_by_signals),
         *(f"{name_in(batches, x)} of `{name_of(batches)}`" for x in of_batch),
         *_paths("batches", batches, eqx.is_array),
     )
     return Traced(functions, floats, frozen, names, program.out)
+
+
+_KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+def _signals(
+    function: Callable[..., Any], arguments: Any, names: tuple[str, ...], of_loss: list[Any], captured: tuple[bool, ...]
+) -> tuple[Signals, list[Any]]:
+    """What links see beside the gradient, and the constants of it that are not among the loss's."""
+    program, constants = programs.trace(function, *arguments)
+    if any(map(own_rule, equations(program.jaxpr))):
+        program = Program(program.jaxpr, _Fresh(), program.out)  # type: ignore[arg-type]  its rules are no part of its key
+    floats = [x for x, traced in zip(of_loss, captured, strict=True) if traced]
+    places = [next((i for i, y in enumerate(floats) if x is y), None) for x in constants]
+    rest = [x for x, place in zip(constants, places, strict=True) if place is None]
+    for x in rest:
+        if isinstance(x, jax.core.Tracer):
+            raise ValueError(
+                "a signal of the optimizer reads a traced value from outside, whose derivative would be lost. Make it a "
+                "part of theta, or of the parameters."
+            )
+    return Signals(names, program, tuple(places)), rest
+
+
+class _Fresh:
+    """A key that is never the same again."""
 
 
 def _split(tree: Any, chosen: Callable[[Any], bool]) -> tuple[tuple[list[Any], list[Any]], Callable[..., Any]]:
@@ -102,13 +148,12 @@ def _paths(name: str, tree: Any, chosen: Callable[[Any], bool]) -> list[str]:
     return [name + jax.tree_util.keystr(path) for path, x in leaves if chosen(x)]
 
 
-def rule_programs(optimizer: Optimizer, rule: Rule, values: Values, h: Hypers) -> Rule:
-    """The rule, with what the functions of an optimizer that is not the library's compute, to be compared.
+def with_foreign(run: Run, values: list[Floats], h: list[Hypers], statistics: Any) -> Run:
+    """The run, with what the functions of rules that are not the library's compute, to be compared.
 
-    values: initial ones; h: of one step. Such a function, or a derivative rule that it uses, may read something else today,
-    like a loss; but nothing is differentiated in what it reads from outside.
+    values: initial ones; h: of one step; statistics: as rules read them. Such a function, or a derivative rule that it uses,
+    may read something else today, like a loss; but nothing is differentiated in what it reads from outside.
     """
-    wide = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(values[PARAMS], rule.dtypes, strict=True)]
     found: list[Hashable] = []
     collective = False
 
@@ -127,15 +172,19 @@ def rule_programs(optimizer: Optimizer, rule: Rule, values: Values, h: Hypers) -
                 )
         found.append((key, tuple(array_key(x) for x in held)))
 
-    for own, link in zip(optimizer.layers[-1].chain, rule.chain, strict=True):
-        for j in rule.leaves if _foreign(own.increment) else ():
-            others = {k.name: values[k.name][j] for k in rule.chain if k is not link}
-            one = functools.partial(increment, link)
-            note(f"the increment of link `{link.name}`", one, own.increment, h[j], others, wide[j])
-    for transform in rule.transforms:
+    wide = [jax.ShapeDtypeStruct(block.shape, block.dtype) for block in run.of_parameters]
+    for block, own, hj, g in zip(run.of_parameters, values, h, wide, strict=False):
+        for link in block.chain:
+            if link.increment is not None and _foreign(link.increment):
+                others = {name: x for name, x in own.items() if name != link.name}
+                others |= {STATISTICS: statistics} if run.statistics else {}
+                one = functools.partial(block.increment, link)
+                note(f"the increment of link `{link.name}`", one, link.increment, hj, others, g)
+    for transform in run.transforms:
         if _foreign(transform.function):
-            note(f"the transformation {transform.name}", transform.__call__, transform.function, h, wide, wide)
-    return dataclasses.replace(rule, programs=tuple(found) or None, collective=collective)
+            of_parameters = h[: len(wide)]
+            note(f"the transformation {transform.name}", transform.__call__, transform.function, of_parameters, wide, wide)
+    return dataclasses.replace(run, foreign=tuple(found) or None, collective=collective)
 
 
 def _foreign(function: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -14,30 +14,21 @@ from hypergrad import _door as door
 from hypergrad import _programs as programs
 from hypergrad._program_keys import contains
 from hypergrad._report import mask, surface
-from hypergrad._trace import rule_programs, trace
-from hypergrad.adjoints import Checkpointed, Reversible, Unrolled
+from hypergrad._trace import trace, with_foreign
+from hypergrad.adjoints import Adjoint, Reversible
 from hypergrad.batches import HostBatches, full_batch
 from hypergrad.errors import Status
 from hypergrad.exact import grid_range
-from hypergrad.loop.functions import Functions
-from hypergrad.loop.problem import Inputs, Labels, Problem, join_steps, one_of
-from hypergrad.loop.step import Rule
-from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link, Optimizer
-from hypergrad.optimizers.expand import (
-    buffers,
-    compute_dtype,
-    concrete,
-    decay_interval,
-    known_numerators,
-    layout_of,
-    link_fraction_bits,
-    prepared,
-    prepared_statistics,
-    weights_after,
-)
-from hypergrad.optimizers.layout import Layout, separate
-from hypergrad.optimizers.statistics import MEANS, Statistics
-from hypergrad.optimizers.transform import Transform, transforms
+from hypergrad.optimizers.block import Block, decided, statistics_in
+from hypergrad.optimizers.chain import PARAMS, STATISTICS, Optimizer
+from hypergrad.optimizers.expand import decay_interval
+from hypergrad.optimizers.initial import final_state
+from hypergrad.optimizers.lay_out import LaidOut, lay_out, statistics_blocks
+from hypergrad.optimizers.partition import Layer
+from hypergrad.optimizers.statistics import Statistics
+from hypergrad.optimizers.weights import weights_after
+from hypergrad.run.functions import Functions
+from hypergrad.run.spec import Inputs, Labels, Run, one_step
 
 
 class Trained(eqx.Module):
@@ -61,7 +52,7 @@ def train(
     steps: int | None = None,
     state: dict[str, Any] | None = None,
     statistics: Any = None,
-    adjoint: Reversible | Unrolled | Checkpointed = Reversible(),  # noqa: B008 (frozen)
+    adjoint: Adjoint = Reversible(),  # noqa: B008 (frozen)
     throw: bool = True,
 ) -> Trained:
     """w_T, v_T = steps of `optimizer` on loss(w, theta, batches(t)), t = 0..steps-1; differentiable in all that is float.
@@ -80,20 +71,24 @@ def train(
     Composes with jax.grad (params, optimizer, theta, state, statistics in; params, losses, state, statistics out), jax.jit
     and jax.vmap.
     """
-    problem, inputs, trees = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, throw, statistics)
-    outcome = adjoint.run(problem, inputs)
+    run, inputs, about = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, throw, statistics)
+    outcome = adjoint.run(run, inputs)
     ok = surface(outcome.status, throw)
-    weights = weights_after(optimizer, known_weights(optimizer, state), problem.steps)
+    weights = weights_after(about.layers, state, run.steps)
     values, losses, weights = mask(ok, (outcome.values, outcome.losses, weights))
-    (tree, means_tree), alone = trees, values.pop(STATISTICS, None)
-    final = {name: jax.tree.unflatten(tree, problem.rule.layout.split(vectors)) for name, vectors in values.items()}
-    means = None if alone is None else jax.tree.unflatten(means_tree, alone)
+    final = final_state(run.of_parameters, values, about.tree)
+    means = None
+    if about.statistics_tree is not None:
+        means = jax.tree.unflatten(about.statistics_tree, [values[j][STATISTICS] for j in run.statistics])
     return Trained(final.pop(PARAMS), losses, {**final, **weights}, outcome.status, outcome.status.words, means)
 
 
-def known_weights(optimizer: Optimizer, state: dict[str, Any] | None) -> dict[str, Any]:
-    """Those of `Optimizer.weights` that a run begins with."""
-    return {name: state[name] for name in optimizer.layers[-1].weights if state and name in state}
+class About(NamedTuple):
+    """What puts the results of a run together again."""
+
+    layers: tuple[Layer, ...]
+    tree: Any  # of the parameters
+    statistics_tree: Any  # None where there are none
 
 
 def set_up(
@@ -107,9 +102,8 @@ def set_up(
     adjoint: Any,
     throw: bool,
     statistics: Any = None,
-) -> tuple[Problem, Inputs, tuple[Any, Any]]:
-    """Check every argument and take the run apart into what is fixed and what flows; also the trees of parameters and
-    statistics."""
+) -> tuple[Run, Inputs, About]:
+    """Check every argument and take the run apart into what is fixed and what flows."""
     door.check_kinds(loss, optimizer, batches, adjoint)
     given = {"params": params, "theta": theta, "state": state, "optimizer": optimizer, "statistics": statistics}
     for name, tree in given.items():
@@ -121,70 +115,57 @@ def set_up(
     source = batches if isinstance(batches, HostBatches) else None
     if source is not None:
         batches = full_batch(source.first)  # its place, where the driver puts the others
-    leaves, tree = jax.tree.flatten(params)
-    traced = trace(loss, params, theta, batches)
+    traced = trace(loss, params, theta, batches, optimizer.signals, pair=means is not None)
     door.check_loss_value(traced.returned if means is None else door.check_evidence(traced.returned, means.values))
-    values = door.check_state(optimizer.chain, params, state, optimizer.layers[-1].weights)
-    weights = known_weights(optimizer, state)
-    layout = layout_of(optimizer, params, weights)
-    values = {name: layout.join(x) for name, x in values.items()}
-    h, unchanged = prepared(optimizer, params, steps, layout, weights)
-    if state is not None:
-        h = [optimizer.layers[-1].begin(hj, {name: x[j] for name, x in values.items()}) for j, hj in enumerate(h)]
-    rule = _rule(optimizer.chain, h, leaves, layout, adjoint, optimizer.linear, transforms(optimizer))
-    one_step = jax.eval_shape(lambda h: join_steps(*one_of(h, steps)), h)
-    rule = rule_programs(optimizer, rule, values, one_step)
-    fields = {name: x for name, x in optimizer.layers[-1].hyperparameters().items() if name in unchanged}
-    words = tuple(_words_known(link, fields.get(str(link.decay)), params, steps) for link in optimizer.chain)
-    followers: tuple[Rule, ...] = ()
+    out = lay_out(optimizer, params, steps, state, adjoint.fraction_bits, unbounded=adjoint.buffer == "gmpy2")
+    blocks, values, h = out.blocks, out.values, out.h
+    statistics_tree = None
     if means is not None:
-        s = jax.tree.leaves(means.values)
-        rates = prepared_statistics(means, steps)
-        followers = (_rule((MEANS,), rates, s, separate([x.shape for x in s]), adjoint),)
-        values = {**values, STATISTICS: [x.astype(dtype) for x, dtype in zip(s, followers[0].dtypes, strict=True)]}
-        h, words = h + rates, (*words, _words_known(MEANS, means.decay, means.values, steps))
-    x64 = jnp.result_type(float) == jnp.float64
-    labels = _labels(rule, followers, optimizer, params, traced.names, means)
-    problem = Problem(
+        statistics_tree = jax.tree.structure(means.values)
+        more, s, rates = statistics_blocks(means, steps, adjoint.fraction_bits, unbounded=adjoint.buffer == "gmpy2")
+        blocks, values, h = [*blocks, *more], [*values, *s], [*h, *rates]
+    of_one_step = jax.eval_shape(lambda h: one_step(h, steps), h)
+    seen = (
+        None
+        if means is None
+        else jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _tree_of(statistics_tree, values))
+    )
+    blocks = [_decided(block, hj, own, seen) for block, hj, own in zip(blocks, of_one_step, values, strict=True)]
+    linear = optimizer.linear and not optimizer.signals and not statistics_in(tuple(blocks))
+    run = Run(
         traced.functions,
-        rule,
+        tuple(blocks),
+        out.transforms,
         steps,
         _driver(adjoint, traced.functions, source),
-        x64,
-        labels,
-        words,
-        throw,
-        followers,
+        x64=jnp.result_type(float) == jnp.float64,
+        labels=_labels(blocks, out, params, traced.names, means),
+        throw=throw,
+        linear=linear,
+        isolate=not linear or bool(adjoint.isolate),
+        statistics_tree=statistics_tree,
         source=source,
         progress=adjoint.progress,
-        shelved=adjoint.buffer == "host",
+        offload=adjoint.buffer == "host",
         retries=adjoint.isolate is None,
     )
-    trees = tree, None if means is None else jax.tree.structure(means.values)
-    return problem, Inputs(values, h, traced.theta, traced.frozen), trees
-
-
-def _rule(
-    chain: tuple[Link, ...],
-    h: list[dict[str, Array]],
-    leaves: list[Array],
-    layout: Layout,
-    adjoint: Any,
-    linear: bool = True,
-    layers: tuple[Transform, ...] = (),
-) -> Rule:
-    leaves = layout.first(leaves)
-    return Rule(
-        chain,
-        tuple(tuple(link_fraction_bits(link, x, adjoint.fraction_bits) for x in leaves) for link in chain),
-        tuple(compute_dtype(x) for x in leaves),
-        tuple(np.dtype(x.dtype) for x in leaves),
-        buffers(chain, h, unbounded=adjoint.buffer == "gmpy2"),
-        linear,
-        not linear or bool(adjoint.isolate),
-        layout,
-        layers,
+    run = with_foreign(run, values, of_one_step, seen)
+    return (
+        run,
+        Inputs(values, h, traced.theta, traced.frozen),
+        About(out.layers, jax.tree.structure(params), statistics_tree),
     )
+
+
+def _tree_of(tree: Any, values: list[Any]) -> Any:
+    return jax.tree.unflatten(tree, [own[STATISTICS] for own in values if STATISTICS in own])
+
+
+def _decided(block: Block, h: Any, values: Any, statistics: Any) -> Block:
+    """With what its increments may read at hand."""
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, block.dtype)  # noqa: E731
+    also = {STATISTICS: statistics} if block.of_parameters and statistics is not None else {}
+    return decided(block, h, {**jax.tree.map(shape, values), **also})
 
 
 def _driver(adjoint: Any, functions: Functions, source: Any) -> str:
@@ -205,38 +186,21 @@ def _driver(adjoint: Any, functions: Functions, source: Any) -> str:
     return "either" if cores > 1 and contains(functions.loss.jaxpr, "conv_general_dilated") else "scan"
 
 
-def _labels(
-    rule: Rule,
-    followers: tuple[Rule, ...],
-    optimizer: Optimizer,
-    params: Any,
-    frozen: tuple[str, ...],
-    means: Statistics | None,
-) -> Labels:
+def _labels(blocks: list[Block], out: LaidOut, params: Any, frozen: tuple[str, ...], means: Statistics | None) -> Labels:
     paths = [path for path, _ in _paths("", params)]
-    places = [f"{link.name}{path}" for link in rule.chain for path in paths]
-    limits = [grid_range(bits) for row in rule.fraction_bits for bits in rule.layout.spread(list(row))]
-    owner = f"optimizer.{'inner.' * (len(optimizer.layers) - 1)}"
-    fields = {name: f"{owner}{name}" for name in optimizer.layers[-1].hyperparameters()}
-    firsts = rule.layout.first(paths)
-    decays = [f"{fields.get(str(link.decay), link.decay)} for params{path}" for link in rule.chain for path in firsts]
-    highest = [decay_interval(link)[1] for link in rule.chain for _ in firsts]
-    if means is not None:
-        means_places = [path for path, _ in _paths(STATISTICS, means.values)]
-        places, decays = places + means_places, decays + [f"statistics.decay for {place}" for place in means_places]
-        limits += [grid_range(bits) for bits in followers[0].fraction_bits[0]]
-        highest += [decay_interval(MEANS)[1]] * len(means_places)
+    of_statistics = [] if means is None else [path for path, _ in _paths("", means.values)]
+    places, limits, decays, highest = [], [], [], []
+    for block in blocks:
+        own = paths if block.of_parameters else of_statistics
+        named = out.names[block.leaves[0]] if block.of_parameters else {"decay": "statistics.decay"}
+        of = "params" if block.of_parameters else STATISTICS
+        for link in block.chain:
+            places += [f"{link.name}{own[i]}" for i in block.leaves]
+            limits += [grid_range(block.bits(link))] * len(block.leaves)
+            decays.append(f"{named.get(str(link.decay), link.decay)} for {of}{own[block.leaves[0]]}")
+            highest.append(decay_interval(link)[1])
     return Labels((*places, *decays), (*limits, *highest), frozen)
 
 
 def _paths(name: str, tree: Any) -> list[tuple[str, Any]]:
     return [(name + jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _words_known(link: Link, decay: Any, tree: Any, steps: int) -> int | None:
-    """Buffer words per parameter where a decay is concrete, even if all else is traced."""
-    if decay is None or not concrete(decay):
-        return None
-    with jax.ensure_compile_time_eval():
-        distinct = {(n.tobytes(), keep) for n, keep in known_numerators(link, decay, tree, steps)}
-    return max(keep.words_needed(np.frombuffer(n, np.int64), link.denominator) for n, keep in distinct)

@@ -16,10 +16,12 @@ from hypergrad._train import train
 from hypergrad.adjoints import Reversible, Unrolled
 from hypergrad.batches import stacked
 from hypergrad.errors import HypergradError
-from hypergrad.loop.step import increment
-from hypergrad.optimizers.chain import PARAMS, Link, Optimizer
+from hypergrad.optimizers.chain import PARAMS, Link, Optimizer, View
 from hypergrad.optimizers.expand import prepare
-from hypergrad.optimizers.transform import transforms
+from hypergrad.optimizers.initial import final_state
+from hypergrad.optimizers.lay_out import lay_out
+from hypergrad.optimizers.partition import Layer, layers_of
+from hypergrad.optimizers.transform import Transform
 
 
 def check_optimizer(optimizer: Optimizer, params: Any = None, *, steps: int = 8, tolerance: float = 1e-8) -> None:
@@ -33,23 +35,32 @@ def check_optimizer(optimizer: Optimizer, params: Any = None, *, steps: int = 8,
     hyperparameters fit; None: a vector and a matrix, [4] and [4, 4]. steps: of the run, and of `PerStep` hyperparameters.
     Raises AssertionError that says what is wrong and where to look.
     """
-    name = type(optimizer.layers[-1]).__name__
     with jax.enable_x64(True):
         params = {"b": jnp.ones(4), "w": jnp.ones((4, 4))} if params is None else params
         rng = np.random.default_rng(0)
         params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), params)
         optimizer = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), optimizer)
-        for shape in sorted({x.shape for x in jax.tree.leaves(params)}):
-            _check_increments(name, optimizer, shape)
-        if optimizer.entrywise:
-            _check_entrywise(optimizer)
+        layers, leaves = layers_of(optimizer, params), jax.tree.leaves(params)
+        rules = [layer for layer in layers if layer.is_rule and layer.leaves]
+        name = " and ".join(type(rule.optimizer).__name__ for rule in rules)
+        for rule in rules:
+            for shape in sorted({leaves[i].shape for i in rule.leaves}):
+                _check_increments(rule.optimizer, shape)
+            around = [layer for layer in layers if not layer.is_rule and layer.leaves & rule.leaves]
+            _check_entrywise(rule, around)
         check_inverse(optimizer, params, steps=steps)
-        batches = stacked([_data(rng, x.shape, steps) for x in jax.tree.leaves(params)])
+        batches = stacked([_data(rng, x.shape, steps) for x in leaves])
         arguments = (_loss, params, optimizer, batches)
         _check_run(name, optimizer, arguments, steps)
         single = jax.tree.map(lambda x: x.astype(jnp.float32), (params, optimizer, batches))
         _returned(f"{name} in float32", (_loss, *single))
         _check_derivatives(name, arguments, tolerance)
+
+
+def _increment(link: Link, h: Any, z: Any, g: Any) -> Array:
+    assert link.increment is not None
+    args = (View(h, link.name), View(z, link.name))
+    return link.increment(*args) if link.name == PARAMS else link.increment(*args, g)
 
 
 def _data(rng: np.random.Generator, shape: tuple[int, ...], steps: int) -> tuple[Array, Array]:
@@ -68,9 +79,9 @@ def _loss(params: Any, theta: Any, batch: Any) -> Array:
     )
 
 
-def _check_increments(name: str, optimizer: Optimizer, shape: tuple[int, ...]) -> None:
+def _check_increments(rule: Optimizer, shape: tuple[int, ...]) -> None:
     """Each increment's derivative against differences, and that it is linear in the gradient where the rule says so."""
-    rule = optimizer.layers[-1]
+    name = type(rule).__name__
     rng = np.random.default_rng(0)
     draw = lambda: jnp.asarray(rng.uniform(0.5, 1.5, shape))  # noqa: E731
     gradient = lambda: draw() * rng.choice([-1.0, 1.0], shape)  # noqa: E731 (of either sign)
@@ -81,7 +92,7 @@ def _check_increments(name: str, optimizer: Optimizer, shape: tuple[int, ...]) -
         def inputs(link: Link = link) -> Any:
             return h, {k.name: draw() for k in rule.chain if k is not link}, gradient()
 
-        f = lambda x, link=link: increment(link, *x)  # noqa: E731
+        f = lambda x, link=link: _increment(link, *x)  # noqa: E731
         at, along = inputs(), inputs()
         if not np.array_equal(f(at), f(at), equal_nan=True):
             raise AssertionError(
@@ -103,9 +114,10 @@ def _check_increments(name: str, optimizer: Optimizer, shape: tuple[int, ...]) -
             )
 
 
-def _check_entrywise(optimizer: Optimizer) -> None:
-    """Increments, first values and transformations of a leaf, against those of the same entries in two leaves."""
-    rule, rng = optimizer.layers[-1], np.random.default_rng(0)
+def _check_entrywise(rule: Layer, around: list[Layer]) -> None:
+    """Increments, first values and transformations of a leaf, against those of the same entries in two leaves, where these
+    declare that they work entry by entry."""
+    optimizer, rng = rule.optimizer, np.random.default_rng(0)
     whole = lambda: jnp.asarray(rng.uniform(0.5, 1.5, (4, 4)))  # noqa: E731
     parts = lambda x: [x.ravel()[:5], x.ravel()[5:]]  # noqa: E731
 
@@ -117,18 +129,26 @@ def _check_entrywise(optimizer: Optimizer) -> None:
                 "see several as one. Leave `entrywise` (of a transformation: `entrywise_transform`) out."
             )
 
-    h = prepare(rule, {field: jnp.full((1, 1), 0.5) for field in rule.hyperparameters()}, 1)
+    if not optimizer.entrywise or not all(layer.optimizer.entrywise_transform for layer in around):  # type: ignore[attr-defined]
+        return
+    h = prepare(optimizer, {field: jnp.full((1, 1), 0.5) for field in optimizer.hyperparameters()}, 1)
     h = {k: x.reshape(()) for k, x in h.items()}
-    for link in rule.chain:
-        z = {k.name: whole() for k in rule.chain if k is not link}
+    for link in optimizer.chain:
+        z = {k.name: whole() for k in optimizer.chain if k is not link}
         g = whole() * rng.choice([-1.0, 1.0], (4, 4))
-        halves = [increment(link, h, {k: parts(x)[i] for k, x in z.items()}, parts(g)[i]) for i in (0, 1)]
-        agree(rule, f"the increment of link `{link.name}`", increment(link, h, z, g), halves)
-        agree(rule, f"the first value of link `{link.name}`", link.start(g), [link.start(x) for x in parts(g)])
-    for layer, transform in zip(optimizer.layers, transforms(optimizer), strict=False):
-        rates, w, g = {key: jnp.asarray(0.5) for _, key in transform.keys}, whole(), whole()
-        halves = transform([rates, rates], parts(w), parts(g))
-        agree(layer, "what it makes of a gradient", transform([rates], [w], [g])[0], halves)
+        halves = [_increment(link, h, {k: parts(x)[i] for k, x in z.items()}, parts(g)[i]) for i in (0, 1)]
+        agree(optimizer, f"the increment of link `{link.name}`", _increment(link, h, z, g), halves)
+        agree(optimizer, f"the first value of link `{link.name}`", link.start(g), [link.start(x) for x in parts(g)])
+    for layer in around:
+        keys = tuple((field, field) for field in layer.optimizer.hyperparameters())
+        one, two = (Transform("", type(layer.optimizer).transform, keys, b) for b in ((0,), (0, 1)))  # type: ignore[attr-defined]
+        rates, w, g = {field: jnp.asarray(0.5) for field, _ in keys}, whole(), whole()
+        agree(
+            layer.optimizer,
+            "what it makes of a gradient",
+            one([rates], [w], [g])[0],
+            two([rates, rates], parts(w), parts(g)),
+        )
 
 
 def _returned(name: str, arguments: tuple[Any, ...]) -> Certificate:
@@ -151,7 +171,8 @@ def _returned(name: str, arguments: tuple[Any, ...]) -> Certificate:
 
 def _check_run(name: str, optimizer: Optimizer, arguments: tuple[Any, ...], steps: int) -> None:
     proof = _returned(name, arguments)
-    links = sum(link.decay is not None for link in optimizer.chain)
+    blocks = lay_out(optimizer, arguments[1], steps, None, None, unbounded=False).blocks
+    links = max(sum(link.decay is not None for link in block.chain) for block in blocks)
     slack = 24 * links / steps  # the part of a head that is not filled yet
     if not proof.bits_per_parameter_step <= 1.02 * proof.ideal_bits_per_parameter_step + slack:
         raise AssertionError(
@@ -172,7 +193,9 @@ def _check_derivatives(name: str, arguments: tuple[Any, ...], tolerance: float) 
         run = train(loss, inputs["params"], inputs["optimizer"], batches, state=inputs["state"], adjoint=adjoint)
         return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves((run.params, run.state))) + jnp.sum(jnp.cos(run.losses))
 
-    wide = {link.name: jax.tree.map(link.start, params) for link in optimizer.chain if link.name != PARAMS}
+    out = lay_out(optimizer, params, batches.steps, None, None, unbounded=False)
+    state = final_state(tuple(out.blocks), out.values, jax.tree.structure(params))
+    wide = {name: x for name, x in state.items() if name != PARAMS}
     inputs = {"optimizer": optimizer, "params": params, "state": wide}
     try:
         ours, stored = (jax.jit(jax.grad(lambda i, a=a: objective(i, a)))(inputs) for a in (Reversible(), Unrolled()))

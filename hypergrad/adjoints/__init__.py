@@ -1,5 +1,6 @@
-"""Roads to the gradient of one and the same training run. Knows nothing of meta-optimization."""
+"""Ways to the derivative of one and the same training run. Knows nothing of meta-optimization."""
 
+from hypergrad.adjoints.base import Adjoint as Adjoint
 from hypergrad.adjoints.reversible import Reversible as Reversible
 from hypergrad.adjoints.unrolled import Checkpointed as Checkpointed
 from hypergrad.adjoints.unrolled import Unrolled as Unrolled

@@ -3,11 +3,11 @@
 Invariant: at the start of reverse step t the carry holds the links after step t, bit for bit those of the forward pass,
 and the derivative of everything after step t with respect to them, up to the decays of step t + 1, which it holds beside.
 
-For SGD the lines of `body` are, with u = -(1-m) dv the cotangent of the gradient:
+For SGD the lines of `step_vjp` are, with u = -(1-m) dv the cotangent of the gradient:
 
-    da  = dw . v'                       w = w' - a v'                  (the link `params`)
+    da  = dw . v'                       w = w' - a v'                  (`undo_parameters`)
     g, J^T u, (d_theta g)^T u           from one jvp or vjp of the gradient at w (second_order.py)
-    v   = (v' + (1-m) g) / m            dm = dv . (v + g)              (the link `velocity`)
+    v   = (v' + (1-m) g) / m            dm = dv . (v + g)              (`undo_others`)
     dw += J^T u;  dtheta += (d_theta g)^T u;  dv = m dv
 """
 
@@ -19,37 +19,181 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.adjoints.link import Cotangents, decayed, decays, plus, pull, reads, spread, undo_link
-from hypergrad.adjoints.second_order import chosen, first_order, products, pulled_evidence
+from hypergrad.adjoints.link import Cotangents, decayed, decays, plus, pull, spread, undo_link
+from hypergrad.adjoints.second_order import Products, chosen, first_order, products, pulled_signals, pulled_statistics
 from hypergrad.exact import all_of
-from hypergrad.loop.drivers import Pause
-from hypergrad.loop.forward import Seen
-from hypergrad.loop.prints import print_of, state_prints
-from hypergrad.loop.problem import Inputs, Problem, join_steps, split
-from hypergrad.loop.step import Exact, Hypers, Rule, Values, evidence, parameters, transformed, unfollow
-from hypergrad.optimizers.chain import PARAMS, STATISTICS
+from hypergrad.optimizers.block import Block, Floats
+from hypergrad.optimizers.chain import GRADIENT, PARAMS, STATISTICS, Link
+from hypergrad.optimizers.expand import Hypers
+from hypergrad.run.drivers import Pause
+from hypergrad.run.fingerprints import print_of, state_prints
+from hypergrad.run.forward import Seen
+from hypergrad.run.spec import Inputs, Run, join_steps, split
+from hypergrad.run.step import (
+    Entries,
+    Signals,
+    State,
+    increment,
+    parameters,
+    readable,
+    replaced,
+    retreat,
+    transformed,
+    wide_parameters,
+)
 
 
 class Reversed(NamedTuple):
     """What the reverse pass comes to."""
 
-    start: Exact
+    start: State
     ct: Cotangents
     seen: Seen  # computed again: whoever drops the losses changes what XLA fuses with the gradient, and its bits
-    watched: dict[str, Any]  # what `Problem.watch` asks for, each with a leading axis of steps
+    watched: dict[str, Any]  # what `Run.watch` asks for, each with a leading axis of steps
     doubted: Array | None = None  # `doubt`, and whether it arose
 
 
-def gradient_cotangent(rule: Rule, z: Values, dz: Values, h: Hypers) -> list[Array]:
-    """u, the cotangent of the gradient, of a linear rule: no value of z or g enters it, so any will do."""
-    anything = u = [jnp.zeros(x.shape, dtype) for x, dtype in zip(z[PARAMS], rule.dtypes, strict=True)]
-    for link in reversed(rule.chain[:-1]):
-        back = pull(rule, link, rule.readable(z, link), dz, h, anything)
-        u, dz = plus(u, back.g), spread(dz, back.z)
-    return u
+class Given(NamedTuple):
+    """What one step of the reverse pass is given beside the state and its cotangents."""
+
+    h: list[Hypers]
+    entries: Entries
+    theta: list[Array]
+    frozen: Any
+    dloss: Array | None
+    unit: Array  # the largest cotangent that comes in
 
 
-def at_rest(rule: Rule, g: list[Array], u: list[Array], unit: Array) -> list[Array]:
+class Undone(NamedTuple):
+    """What one step of the reverse pass comes to."""
+
+    state: State
+    ct: Cotangents  # of the values before the step, up to the decays that are `pending`; of h of this step alone
+    pending: list[dict[str, Array]]
+    seen: Seen
+    asymmetry: Array | None
+    doubt: Array | None
+
+
+def step_vjp(run: Run, pass_: "Pass", t: Array, state: State, ct: Cotangents, given: Given, doubt: Array | None) -> Undone:
+    """One step back, and the cotangents through it: the step alone, without a loop."""
+    h, entries, theta, frozen, dloss, unit = given
+    state, ct = undo_parameters(run, t, state, ct, h, entries)
+    w, wide_w = parameters(run, t, state), wide_parameters(run, state)
+    batch = run.batch(frozen, t, apart=run.isolate or doubt is not None)
+    second_order = functools.partial(
+        products, run, t, pass_.gradients, w, chosen(pass_.wanted, theta), (theta, frozen, batch)
+    )
+    gradient = lambda: run.isolated_gradient(pass_.gradient, t, w, theta, frozen, batch)  # noqa: E731
+    of_parameters, found = [h[j] for j in run.parameters], None
+    if run.linear:
+        u = gradient_cotangent(run, state, ct.z, h)
+        if run.transforms:
+            g = [jnp.zeros(x.shape, x.dtype) for x in u]  # none of them enters
+            u = pull_transforms(run, of_parameters, wide_w, g, u)[2]
+        found, second = second_order(u, dloss=dloss, push=statistics_cotangent(run, state, ct.z, h))
+        value, g, seen = found.value, found.w, found.seen
+    if run.isolate:
+        value, g, seen = gradient()
+    elif doubt is not None:
+        (value, g, seen), doubt = _either(doubt, t == pass_.last, gradient, (value, g, seen))
+    more = run.more_signals(t, w, theta, frozen, batch)
+    signals = transformed(run, t, state, h, run.signals(g, seen, more))
+    state, ct, dsignals = undo_others(run, pass_, t, state, ct, h, entries, signals)
+    push = statistics_cotangent(run, state, ct.z, h)
+    state, ct = undo_statistics(run, t, state, ct, h, entries, signals)
+    u = at_rest([signals[j][GRADIENT] for j in run.parameters], [d[GRADIENT] for d in dsignals], unit)
+    if run.transforms:
+        dh, dw, u = pull_transforms(run, of_parameters, wide_w, g, u)
+        ct = ct._replace(z=_add_parameters(run, ct.z, dw), h=plus(ct.h[: len(dh)], dh) + ct.h[len(dh) :])
+    if not run.linear:
+        found, second = second_order(u, dloss=dloss, push=push)
+    arguments = w, theta, frozen, batch
+    parts = [second]
+    if push and run.functions.symmetric:
+        parts.append(pulled_statistics(run, t, pass_.wanted, push, *arguments))
+    if more:
+        parts.append(pulled_signals(run, t, pass_.wanted, dsignals, *arguments))
+    if dloss is not None and run.functions.symmetric:
+        parts.append(
+            Products([dloss * x for x in g], [dloss * x.astype(y.dtype) for x, y in zip(found.theta, ct.theta, strict=True)])
+        )
+    for part in parts:
+        ct = ct._replace(z=_add_parameters(run, ct.z, part.w), theta=plus(ct.theta, part.theta))
+    pending = [decays(block, pass_.delayed[j], h[j]) for j, block in enumerate(run.blocks)]
+    again = Seen(value, None if run.functions.sure else print_of(batch))
+    return Undone(state, ct, pending, again, second.asymmetry, doubt)
+
+
+def undo_parameters(
+    run: Run, t: Array, state: State, ct: Cotangents, h: list[Hypers], entries: Entries
+) -> tuple[State, Cotangents]:
+    """The link `params` of each block: no signal enters it."""
+    nothing: Signals = [{} for _ in run.blocks]
+    for j in run.parameters:
+        link = run.blocks[j].chain[-1]
+        state, ct, _ = undo_link(run, j, link, t, state, ct, h, entries, nothing)
+        ct = _decay_now(run, j, [link], ct, h)
+    return state, ct
+
+
+def undo_others(
+    run: Run, pass_: "Pass", t: Array, state: State, ct: Cotangents, h: list[Hypers], entries: Entries, signals: Signals
+) -> tuple[State, Cotangents, Signals]:
+    """The other links of each block, last to first; and the cotangents of the signals."""
+    dsignals: Signals = []
+    for j in run.parameters:
+        block = run.blocks[j]
+        own = {name: jnp.zeros_like(x) for name, x in signals[j].items()}
+        for link in reversed(block.chain[:-1]):
+            state, ct, dg = undo_link(run, j, link, t, state, ct, h, entries, signals)
+            if dg is not None:
+                own[link.signal] = plus(own[link.signal], dg)
+            if link not in pass_.delayed[j]:
+                ct = _decay_now(run, j, [link], ct, h)
+        dsignals.append(own)
+    return state, ct, dsignals
+
+
+def undo_statistics(
+    run: Run, t: Array, state: State, ct: Cotangents, h: list[Hypers], entries: Entries, signals: Signals
+) -> tuple[State, Cotangents]:
+    """Their one link each, and the cotangents through it where there are any."""
+    for j in run.statistics:
+        block = run.blocks[j]
+        if ct.z[j]:
+            state, ct, _ = undo_link(run, j, block.chain[0], t, state, ct, h, entries, signals)
+            ct = _decay_now(run, j, block.chain, ct, h)
+            continue
+        update = increment(run, j, block.chain[0], t, state, h, signals)
+        state = replaced(state, j, {STATISTICS: retreat(block, block.chain[0], state[j], h[j], entries[j], update)})
+    return state, ct
+
+
+def _decay_now(run: Run, j: int, links: Any, ct: Cotangents, h: list[Hypers]) -> Cotangents:
+    return ct._replace(z=replaced(ct.z, j, decayed(ct.z[j], decays(run.blocks[j], links, h[j]))))
+
+
+def _add_parameters(run: Run, dz: list[Floats], dw: list[Array]) -> list[Floats]:
+    for j, x in zip(run.parameters, dw, strict=True):
+        dz = replaced(dz, j, {PARAMS: plus(dz[j][PARAMS], x)})
+    return dz
+
+
+def gradient_cotangent(run: Run, state: State, dz: list[Floats], h: list[Hypers]) -> list[Array]:
+    """u, the cotangent of the gradient, of linear rules: no value of z or g enters it, so any will do."""
+    result = []
+    for j in run.parameters:
+        block = run.blocks[j]
+        anything = u = jnp.zeros(block.shape, block.dtype)
+        for link in reversed(block.chain[:-1]):
+            back = pull(block, link, dz[j][link.name], h[j], readable(run, j, link, state), anything)
+            u, dz = plus(u, back.g), spread(run, j, dz, back.read)
+        result.append(u)
+    return result
+
+
+def at_rest(g: list[Array], u: list[Array], unit: Array) -> list[Array]:
     """u, the cotangent of the gradient; where that is exactly zero, within 3/8 of the exponents of the accumulators' dtype
     above `unit`, the largest cotangent that comes in.
 
@@ -57,143 +201,103 @@ def at_rest(rule: Rule, g: list[Array], u: list[Array], unit: Array) -> list[Arr
     curvature at each step. Were it to overflow, its products with what is zero there would be NaN in all that they enter.
     """
     result = []
-    for gj, uj, dtype in zip(g, u, rule.dtypes, strict=True):
-        most = float(jnp.finfo(dtype).max) ** (3 / 8) * unit.astype(dtype)
+    for gj, uj in zip(g, u, strict=True):
+        most = float(jnp.finfo(uj.dtype).max) ** (3 / 8) * unit.astype(uj.dtype)
         result.append(jnp.where(gj == 0, jnp.clip(uj, -most, most), uj))
     return result
 
 
 def pull_transforms(
-    rule: Rule, h: Hypers, w: list[Array], g: list[Array], u: list[Array]
-) -> tuple[Hypers, list[Array], list[Array]]:
-    """From the cotangent of what the chain saw to those of the hyperparameters, the parameters and the gradient."""
-    return jax.vjp(lambda *a: transformed(rule, *a), h, w, g)[1](u)
+    run: Run, h: list[Hypers], w: list[Array], g: list[Array], u: list[Array]
+) -> tuple[list[Hypers], list[Array], list[Array]]:
+    """From the cotangent of what the chains saw to those of the hyperparameters, the parameters and the gradient."""
+    return jax.vjp(run.transformed, h, w, g)[1](u)
 
 
-def evidence_cotangent(problem: Problem, z: Values, ds: Values, rates: Hypers) -> list[Array]:
+def statistics_cotangent(run: Run, state: State, dz: list[Floats], h: list[Hypers]) -> list[Array]:
     """That of what the statistics follow: linear in it, so that no value enters. None where nobody differentiates them."""
-    parts = []
-    for rule in problem.statistics if ds else ():
-        (link,) = rule.chain
-        parts += pull(rule, link, rule.readable(z, link), ds, rates, [jnp.zeros_like(x) for x in ds[link.name]]).g
-    return parts
+    rows = [(j, run.blocks[j].chain[0]) for j in run.statistics if dz[j]]
+    return [pull(run.blocks[j], k, dz[j][k.name], h[j], {}, jnp.zeros_like(dz[j][k.name])).g for j, k in rows]
 
 
-def undo_statistics(
-    problem: Problem, t: Array, state: Exact, ct: Cotangents, rates: Hypers, turns: Any, seen: list[Array]
-) -> tuple[Exact, Cotangents]:
-    """`unfollow`, and the cotangents through it where there are any."""
-    if not ct.z:
-        return unfollow(problem.statistics, t, state, rates, turns, seen), ct
-    for rule in problem.statistics:
-        state, ct, _ = undo_link(rule, rule.chain[0], t, state, ct, rates, turns, seen)
-        ct = ct._replace(z=decayed(ct.z, decays(rule, rule.chain, rates)))
-    return state, ct
+class Pass(NamedTuple):
+    """What all steps of one reverse pass share."""
+
+    wanted: tuple[bool, ...]  # which leaves of theta are differentiated
+    gradients: Any  # `first_order`
+    gradient: Callable[..., Any]
+    delayed: list[list[Link]]  # of each block, the links whose cotangents decay one step later
+    last: int  # the step that is undone first
+
+
+def _delayed(block: Block) -> list[Link]:
+    """Links whose cotangents decay one step later, so that they are stored as the cotangent of the gradient reads them:
+    XLA:CPU would compute them once more for it. But not where a link before reads the old value: what it passes back does
+    not decay."""
+    if not block.of_parameters:
+        return []
+    *others, _ = block.chain
+    before = {k.name for i, _ in enumerate(others) for k in others[i:] if k.name in block.reads[i]}
+    return [link for link in others if link.name not in before]
 
 
 def reverse(
-    problem: Problem,
+    run: Run,
     inputs: Inputs,
-    end: Exact,
-    turns: Any,
+    end: State,
+    entries: Entries,
     ct: Cotangents,
     dlosses: Array | None,
     wanted: tuple[bool, ...],
     pause: Pause | None = None,
     doubt: Array | None = None,
+    span: tuple[int, int] | None = None,
 ) -> Reversed:
-    """From the last state to the first, and the cotangents of all inputs. Call it inside `jax.enable_x64(True)`.
+    """From the state after the steps [first, last) = `span` to the one before them, and the cotangents of all inputs. Call it
+    inside `jax.enable_x64(True)`.
 
-    wanted: which leaves of theta are differentiated. doubt, bool []: whether to compute each gradient apart from its
-    derivative all the same; False: from the first on that comes out otherwise there. None: as the rule says.
+    wanted: which leaves of theta are differentiated. span: None for all steps; what has a leading axis of steps has all.
+    doubt, bool []: whether to compute each gradient apart from its derivative all the same; False: from the first on that
+    comes out otherwise there. None: as the run says.
     """
-    rule = problem.rule
-    *others, params = rule.chain
-    constant, stepped = problem.beside(split, inputs.h)
-    gradients, gradient = first_order(problem, wanted), problem.maybe_jit(problem.gradient)
-    ones = _ones(constant, stepped)
-    # Cotangents decay one step later, so that they are stored as the cotangent of the gradient reads them: XLA:CPU would
-    # compute them once more for it. But not where a link before reads the old value: what it passes back does not decay.
-    old = {name for i, link in enumerate(others) for name in reads(rule, link, end.z, ones) & {k.name for k in others[i:]}}
-    later = [link for link in others if link.name not in old]
+    first, last = span or (0, run.steps)
+    constant, stepped = run.outside_loop(split, inputs.h)
+    of_span = lambda tree: jax.tree.map(lambda x: x[first:last], tree) if span else tree  # noqa: E731
+    own = Pass(wanted, first_order(run, wanted), run.maybe_jit(run.gradient), list(map(_delayed, run.blocks)), last - 1)
 
     def body(consts: Any, carry: Any, x: Any) -> tuple[Any, Any]:
-        state, (dz, owed, ds, dconstant, dtheta), doubt = carry
-        (constant, theta, unit, frozen), (t, stepped, turns, dloss) = consts, x
-        h, rates = problem.parts(join_steps(constant, stepped))
-        ct = Cotangents(decayed(dz, owed), jax.tree.map(jnp.zeros_like, h), dtheta)
-        means = Cotangents(ds, jax.tree.map(jnp.zeros_like, rates), [])
+        state, (dz, pending, dconstant, dtheta), doubt = carry
+        (constant, theta, unit, frozen), (t, stepped, entries, dloss) = consts, x
+        h = join_steps(constant, stepped)
+        ct = Cotangents(list(map(decayed, dz, pending)), jax.tree.map(jnp.zeros_like, h), dtheta)
+        done = step_vjp(run, own, t, state, ct, Given(h, entries, theta, frozen, dloss, unit), doubt)
+        dstepped = [{k: dh[k] for k in hj} for dh, hj in zip(done.ct.h, stepped, strict=True)]
+        dconstant = [{k: dh[k] + old[k] for k in old} for dh, old in zip(done.ct.h, dconstant, strict=True)]
+        watched = _watched(run, done)
+        return (done.state, (done.ct.z, done.pending, dconstant, done.ct.theta), done.doubt), (dstepped, done.seen, watched)
 
-        def undo_others(state: Exact, ct: Cotangents, g: list[Array]) -> tuple[Exact, Cotangents, list[Array]]:
-            u = [jnp.zeros_like(x) for x in g]
-            for link in reversed(others):
-                state, ct, dg = undo_link(rule, link, t, state, ct, h, turns, g)
-                u = plus(u, dg)
-                if link not in later:
-                    ct = ct._replace(z=decayed(ct.z, decays(rule, [link], h)))
-            return state, ct, at_rest(rule, g, u, unit)
-
-        state, ct, _ = undo_link(rule, params, t, state, ct, h, turns, None)
-        ct = ct._replace(z=decayed(ct.z, decays(rule, [params], h)))
-        w, wide_w = parameters(rule, t, state.z), rule.floats(state.z, params)
-        batch = problem.batch(frozen, t, apart=rule.isolate or doubt is not None)
-        arguments = w, chosen(wanted, theta), (theta, frozen, batch)
-        push = evidence_cotangent(problem, state.z, ds, rates)
-        second_order = functools.partial(products, problem, t, gradients, *arguments, dloss=dloss, push=push)
-        apart = lambda: problem.gradient_apart(gradient, t, w, theta, frozen, batch)  # noqa: E731
-        if rule.linear:
-            u = gradient_cotangent(rule, state.z, ct.z, h)
-            if rule.transforms:
-                u = pull_transforms(rule, h, wide_w, rule.decoded(state.z, params), u)[2]
-            found, second = second_order(u)
-            value, g, seen = found.value, found.w, found.seen
-        if rule.isolate:
-            value, g, seen = apart()
-        elif doubt is not None:
-            (value, g, seen), doubt = _either(doubt, t == problem.steps - 1, apart, (value, g, seen))
-        state, means = undo_statistics(problem, t, state, means, rates, turns, seen)
-        state, ct, u = undo_others(state, ct, evidence(rule, t, h, wide_w, g))
-        if rule.transforms:
-            dh, dw, u = pull_transforms(rule, h, wide_w, g, u)
-            ct = Cotangents({**ct.z, PARAMS: plus(ct.z[PARAMS], dw)}, plus(ct.h, dh), ct.theta)
-        if not rule.linear:
-            found, second = second_order(u)
-
-        dw, dtheta = plus(ct.z[PARAMS], second.w), plus(dtheta, second.theta)
-        if ds and problem.functions.symmetric:
-            through = pulled_evidence(problem, t, wanted, push, w, theta, frozen, batch)
-            dw, dtheta = plus(dw, through.w), plus(dtheta, through.theta)
-        if dloss is not None and problem.functions.symmetric:
-            dw = jax.tree.map(lambda a, b: a + dloss * b, dw, g)
-            dtheta = jax.tree.map(lambda a, b: a + dloss * b.astype(a.dtype), dtheta, found.theta)
-        dstepped = [{k: dh[k] for k in hj} for dh, hj in zip(ct.h + means.h, stepped, strict=True)]
-        dconstant = [{k: dh[k] + old[k] for k in old} for dh, old in zip(ct.h + means.h, dconstant, strict=True)]
-        dz, owed = {**ct.z, PARAMS: dw}, decays(rule, later, h)
-        again = Seen(value, None if problem.functions.sure else print_of(batch))
-        watched = _watched(problem, state, decayed(dz, owed), second.asymmetry)
-        return (state, (dz, owed, means.z, dconstant, dtheta), doubt), (dstepped, again, watched)
-
-    xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns, dlosses)
-    dz = {name: leaves for name, leaves in ct.z.items() if name != STATISTICS}
-    ds = {name: leaves for name, leaves in ct.z.items() if name == STATISTICS}
-    last_norms = _norms(dz)
-    owed = decays(rule, later, ones)
-    carry = (end, (dz, owed, ds, jax.tree.map(jnp.zeros_like, constant), ct.theta), doubt)
+    xs = (jnp.arange(first, last, dtype=jnp.int32), *map(of_span, (stepped, entries, dlosses)))
+    ones = jax.tree.map(jnp.ones_like, (constant, jax.tree.map(lambda x: x[0], stepped)))
+    pending = [decays(b, own.delayed[j], hj) for j, (b, hj) in enumerate(zip(run.blocks, join_steps(*ones), strict=True))]
+    carry = (end, (ct.z, pending, jax.tree.map(jnp.zeros_like, constant), ct.theta), doubt)
     consts = (constant, inputs.theta, _largest((ct.z, dlosses)), inputs.frozen)
-    (start, rest, doubted), (dstepped, seen, watched) = problem.run(body, consts, carry, xs, True, pause)
-    dz, owed, ds, dconstant, dtheta = rest
-    dh = problem.beside(_joined, dconstant, dstepped, inputs.h)
-    if problem.watch == "norms":
-        watched["norms"] = jax.tree.map(lambda before, last: jnp.append(before, last), watched["norms"], last_norms)
-    return Reversed(start, Cotangents({**decayed(dz, owed), **ds}, dh, dtheta), seen, watched, doubted)
+    (start, rest, doubted), (dstepped, seen, watched) = run.loop(body, consts, carry, xs, True, pause)
+    dz, pending, dconstant, dtheta = rest
+    if span:
+        dstepped = jax.tree.map(lambda x: jnp.pad(x, [(first, run.steps - last)] + [(0, 0)] * (x.ndim - 1)), dstepped)
+    dh = run.outside_loop(_joined, dconstant, dstepped, inputs.h)
+    if run.watch == "norms":
+        watched["norms"] = jax.tree.map(lambda before, last: jnp.append(before, last), watched["norms"], _norms(run, ct.z))
+    return Reversed(start, Cotangents(list(map(decayed, dz, pending)), dh, dtheta), seen, watched, doubted)
 
 
-def _watched(problem: Problem, state: Exact, dz: Values, asymmetry: Array | None) -> dict[str, Any]:
+def _watched(run: Run, done: Undone) -> dict[str, Any]:
     """Of one step: |cotangent| of each link, float64 [], or prints of the state before it; and whether J is symmetric."""
-    if not problem.watch:
+    if not run.watch:
         return {}
-    what = {"norms": _norms(dz)} if problem.watch == "norms" else {"states": state_prints(problem, state)}
-    return {**what, "asymmetry": asymmetry}
+    dz = list(map(decayed, done.ct.z, done.pending))
+    what = {"norms": _norms(run, dz)} if run.watch == "norms" else {"states": state_prints(run, done.state)}
+    return {**what, "asymmetry": done.asymmetry}
 
 
 def _either(doubt: Array, first: Array, apart: Callable[[], Any], beside: Any) -> tuple[Any, Array]:
@@ -220,17 +324,16 @@ def _largest(cotangents: Any) -> Array:
     return jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(dtype) for x in leaves]).max()
 
 
-def _joined(problem: Problem, dconstant: Hypers, dstepped: Hypers, h: Hypers) -> Hypers:
+def _joined(run: Run, dconstant: list[Hypers], dstepped: list[Hypers], h: list[Hypers]) -> list[Hypers]:
     """The inverse of `split`: cotangents like h."""
     dh = join_steps(dconstant, dstepped)
-    return [{k: d.reshape(hj[k].shape) for k, d in dj.items()} for dj, hj in zip(dh, h, strict=True)]
+    return [{k: d.reshape(own[k].shape) for k, d in dj.items()} for dj, own in zip(dh, h, strict=True)]
 
 
-def _ones(constant: Hypers, stepped: Hypers) -> Hypers:
-    """Like the hyperparameters of one step."""
-    return join_steps(*jax.tree.map(jnp.ones_like, (constant, jax.tree.map(lambda x: x[0], stepped))))
-
-
-def _norms(dz: Values) -> dict[str, Array]:
-    # In float64: the square of an exploding float32 would overflow long before the cotangent does.
-    return {name: jnp.sqrt(sum(jnp.sum(x.astype(jnp.float64) ** 2) for x in leaves)) for name, leaves in dz.items()}
+def _norms(run: Run, dz: list[Floats]) -> dict[str, Array]:
+    """Of each link, over all blocks. In float64: the square of an exploding float32 would overflow long before it does."""
+    squares: dict[str, list[Array]] = {}
+    for j in run.parameters:
+        for name, x in dz[j].items():
+            squares.setdefault(name, []).append(jnp.sum(x.astype(jnp.float64) ** 2))
+    return {name: jnp.sqrt(sum(row)) for name, row in squares.items()}

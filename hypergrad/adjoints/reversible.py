@@ -13,18 +13,19 @@ from jax.custom_derivatives import SymbolicZero
 
 from hypergrad._report import mask, probing, surface, trace
 from hypergrad._settings import own_settings
-from hypergrad.adjoints.passes import Back, Capacity, Wanted, capacities, run_backward, run_forward, settled_driver
+from hypergrad.adjoints.base import Adjoint, Cost
+from hypergrad.adjoints.passes import Back, Wanted, capacities, run_backward, run_forward, settled_driver
 from hypergrad.errors import BATCHES, LOSSES, OK, REVERSAL, Status
-from hypergrad.loop.forward import Seen
-from hypergrad.loop.problem import Inputs, Problem
-from hypergrad.loop.status import Outcome
-from hypergrad.loop.step import Exact
-from hypergrad.optimizers.chain import PARAMS, STATISTICS
+from hypergrad.optimizers.chain import PARAMS
 from hypergrad.optimizers.expand import concrete, first_true
+from hypergrad.run.forward import Seen
+from hypergrad.run.spec import Inputs, Run
+from hypergrad.run.status import Capacity, Outcome, places_of
+from hypergrad.run.step import State
 
 
 @dataclasses.dataclass(frozen=True)
-class Reversible:
+class Reversible(Adjoint):
     """Reverse the run bit for bit and recompute what the derivative needs (thesis, Algorithms 6 and 7).
 
     Memory: 8 bytes per link and parameter (16 for a mean of squares), log2(1/decay) bits per step (and 6 bytes where each
@@ -66,23 +67,26 @@ class Reversible:
             raise ValueError(f"`fraction_bits` must be from 8 to 60; got {self.fraction_bits!r}.")
 
     @property
-    def driver_name(self) -> str | None:
+    def driver_name(self) -> str | None:  # type: ignore[override]
         return {"device": self.driver, "host": "host", "gmpy2": "host_eager"}[self.buffer]
 
-    def run(self, problem: Problem, inputs: Inputs) -> Outcome:
+    def run(self, run: Run, inputs: Inputs) -> Outcome:
         if probing():
-            problem = dataclasses.replace(problem, watch="norms", throw=False)
-        return _run(problem, self.capacity, *inputs)
+            run = dataclasses.replace(run, watch="norms", throw=False)
+        return _run(run, self.capacity, *inputs)
+
+    def cost(self, steps: int) -> Cost:
+        return Cost(time=4, states=6 + 0.005 * steps, activations=1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(problem: Problem, capacity: int | None, values: Any, h: Any, theta: Any, frozen: Any) -> Outcome:
-    return run_forward(problem, None, Inputs(values, h, theta, frozen))[0]
+def _run(run: Run, capacity: int | None, values: Any, h: Any, theta: Any, frozen: Any) -> Outcome:
+    return run_forward(run, None, Inputs(values, h, theta, frozen))[0]
 
 
 class Residuals(NamedTuple):
     inputs: Inputs
-    end: Exact
+    end: State
     seen: Seen
     status: Status
     known: "_Known"
@@ -92,38 +96,38 @@ class _Known(eqx.Module):
     """What is known when the forward pass is built."""
 
     theta: tuple[bool, ...] = eqx.field(static=True)  # which leaves somebody differentiates
-    again: Capacity = eqx.field(static=True)  # of the buffers, where Python trains
+    again: Capacity | None = eqx.field(static=True)  # of the buffers, where Python trains
 
 
-def _run_fwd(problem: Problem, capacity: int | None, *inputs: Any) -> tuple[Outcome, Residuals]:
+def _run_fwd(run: Run, capacity: int | None, *inputs: Any) -> tuple[Outcome, Residuals]:
     perturbed = Inputs(*jax.tree.map(lambda x: x.perturbed, inputs))
     arrays = Inputs(*jax.tree.map(lambda x: x.value, inputs))
-    for differentiated, path in zip(jax.tree.leaves(perturbed.frozen), problem.labels.frozen, strict=True):
+    for differentiated, path in zip(jax.tree.leaves(perturbed.frozen), run.labels.frozen, strict=True):
         if differentiated:
             raise ValueError(
                 f"`batches` is differentiated, in {path}; that derivative would be lost. Pass learned data through `theta`."
             )
     with own_settings():
-        words = capacities(problem, arrays.h, capacity)
-    outcome, end, batches = run_forward(problem, words, arrays)
-    if problem.throw and concrete(outcome.status) and not outcome.status.ok:
+        words = capacities(run, arrays.h, capacity)
+    outcome, end, batches = run_forward(run, words, arrays)
+    if run.throw and concrete(outcome.status) and not outcome.status.ok:
         raise outcome.status.error()  # here it is known; outside, an eager jax.grad makes a tracer of it
-    from_python = settled_driver(problem, arrays).driver != "scan"
+    from_python = settled_driver(run, arrays).driver != "scan"
     known = _Known(tuple(map(bool, perturbed.theta)), words if from_python else None)
     return outcome, Residuals(arrays, end, Seen(outcome.losses, batches), outcome.status, known)
 
 
-def _run_bwd(problem: Problem, capacity: int | None, residuals: Residuals, ct: Outcome) -> tuple[Any, ...]:
+def _run_bwd(run: Run, capacity: int | None, residuals: Residuals, ct: Outcome) -> tuple[Any, ...]:
     inputs = residuals.inputs
     dvalues = jax.tree.map(_dense, ct.values, is_leaf=_is_zero)
     dlosses = None if _is_zero(ct.losses) else ct.losses
-    followed = not all(map(_is_zero, ct.values.get(STATISTICS, ())))
+    followed = not all(_is_zero(x) for j in run.statistics for x in ct.values[j].values())
     known, wanted = residuals.known, Wanted(residuals.known.theta, followed)
-    back = run_backward(problem, wanted, inputs, residuals.end, residuals.seen, dvalues, dlosses, again=known.again)
-    status = _certificate(residuals.status, back, _faint(dvalues[PARAMS]))
-    if problem.watch:
+    back = run_backward(run, wanted, inputs, residuals.end, residuals.seen, dvalues, dlosses, again=known.again)
+    status = _certificate(run, residuals.status, back, _faint([dvalues[j][PARAMS] for j in run.parameters]))
+    if run.watch:
         trace(status, residuals.seen.losses, **back.watched)
-    ok = surface(status, problem.throw)
+    ok = surface(status, run.throw)
     dvalues, dh, dtheta = mask(ok, back.gradients)
     return dvalues, dh, dtheta, None
 
@@ -131,11 +135,12 @@ def _run_bwd(problem: Problem, capacity: int | None, residuals: Residuals, ct: O
 _run.defvjp(_run_fwd, _run_bwd, symbolic_zeros=True)
 
 
-def _certificate(forward: Status, back: Back, faint: Array) -> Status:
+def _certificate(run: Run, forward: Status, back: Back, faint: Array) -> Status:
     """The forward pass's status, or else whether the way back was exact: what failed on the way out cannot return."""
     reversal = jnp.where(back.found.all(), OK, REVERSAL).astype(jnp.int32)
     states, (_, batches) = back.found[:-2], back.found[-2:]
-    place = jnp.where(states.all(), LOSSES, first_true(~states))
+    places = jnp.asarray([place for row in places_of(run) for place in row], jnp.int32)
+    place = jnp.where(states.all(), LOSSES, places[first_true(~states)])
     place = jnp.where(batches, place, BATCHES)  # of which all else follows
     place = jnp.where(forward.ok, place, forward.place).astype(jnp.int32)
     code = jnp.where(forward.ok, reversal, forward.code)

@@ -8,7 +8,7 @@ along u, without residuals of residuals; and along the same u, the derivative of
 Both hold where g is the gradient of something. A loss with a derivative rule of its own (`jax.custom_vjp`) has a field of
 which J need not be symmetric: there reverse over reverse gives J^T u and (d_theta g)^T u from one vjp of the gradient, in
 the memory of one step. Nor is that field the derivative of the loss that training reports, nor need a rule be linear in its
-cotangent, as one that clips it is not: so the same vjp takes the cotangents of the loss and of the evidence, too.
+cotangent, as one that clips it is not: so the same vjp takes the cotangents of the loss and of the batch statistics, too.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad._isolation import barrier, isolated
 from hypergrad._settings import own_settings
 from hypergrad.errors import HypergradError
-from hypergrad.loop.functions import Frozen
-from hypergrad.loop.problem import Problem
-from hypergrad.loop.step import isolated, settled
+from hypergrad.optimizers.chain import GRADIENT
+from hypergrad.run.functions import Frozen
+from hypergrad.run.spec import Run
+from hypergrad.run.step import Signals
 
 
 class Gradients(NamedTuple):
     """Of the loss at one step, as they come beside their derivatives."""
 
     value: Array
-    seen: list[Array]  # evidence for the statistics
+    seen: list[Array]  # batch statistics
     w: list[Array]
     theta: list[Array]  # of the wanted leaves; none where the loss has derivative rules of its own
 
@@ -38,7 +40,7 @@ class Gradients(NamedTuple):
 class Products(NamedTuple):
     """The gradient's derivative against u."""
 
-    w: list[Array]  # J^T u; where J need not be symmetric, with the cotangents through the loss and the evidence
+    w: list[Array]  # J^T u; where J need not be symmetric, with the cotangents through the loss and the batch statistics
     theta: list[Array]  # (d_theta g)^T u, of the wanted leaves; likewise
     asymmetry: Array | None = None  # |J u - J^T u|, |J^T u|: float32 [2], where somebody watches and J passes as symmetric
 
@@ -46,20 +48,20 @@ class Products(NamedTuple):
 FirstOrder = Callable[[list[Array], list[Array], list[Array], Frozen, list[Any]], tuple[Any, Any]]
 
 
-def first_order(problem: Problem, wanted: tuple[bool, ...]) -> FirstOrder:
-    """(w, wanted theta, theta, frozen, batch) -> ((gradient in w, in the wanted leaves of theta), (loss, evidence)).
+def first_order(run: Run, wanted: tuple[bool, ...]) -> FirstOrder:
+    """(w, wanted theta, theta, frozen, batch) -> ((gradient in w, in the wanted leaves of theta), (loss, batch statistics)).
 
     A derivative rule holds once: training differentiates in w, which uses it up for w, and not for theta. So where the loss
     has rules of its own the gradient is in w alone, as in training.
     """
-    symmetric = problem.functions.symmetric
+    symmetric = run.functions.symmetric
 
     def gradients(w: list[Array], chosen: list[Array], theta: list[Array], *rest: Any) -> tuple[Any, Any]:
-        value = lambda w, chosen: problem.value(w, merged(wanted, chosen, theta), *rest)  # noqa: E731
+        value = lambda w, chosen: run.value(w, merged(wanted, chosen, theta), *rest)  # noqa: E731
         found, g = jax.value_and_grad(value, argnums=(0, 1) if symmetric else (0,), has_aux=True)(w, chosen)
         return g if symmetric else (*g, []), found
 
-    return problem.maybe_jit(gradients)
+    return run.maybe_jit(gradients)
 
 
 def chosen(wanted: tuple[bool, ...], theta: list[Array]) -> list[Array]:
@@ -73,7 +75,7 @@ def merged(wanted: tuple[bool, ...], these: list[Array], others: list[Array]) ->
 
 
 def products(
-    problem: Problem,
+    run: Run,
     t: Array,
     gradients: FirstOrder,
     w: list[Array],
@@ -83,9 +85,9 @@ def products(
     dloss: Array | None,
     push: list[Array],
 ) -> tuple[Gradients, Products]:
-    """u: the cotangent of the `joined` gradient; dloss: of the loss; push: of the evidence, none where nobody differentiates
+    """u: the cotangent of the `joined` gradient; dloss: of the loss; push: of the batch statistics, none where nobody differentiates
     the statistics. The last two count where J need not be symmetric. Both results are joined, too."""
-    symmetric = problem.functions.symmetric
+    symmetric = run.functions.symmetric
     push = [] if symmetric else push
 
     def field(w: list[Array], these: list[Array]) -> Any:
@@ -93,22 +95,22 @@ def products(
         return (g, value, seen if push else []), (g_theta, seen)
 
     asymmetry = None
-    with jax.enable_x64(problem.x64):
-        cotangents, unscaled = _scaled(problem, [*u, jnp.zeros(()) if dloss is None else dloss, *push])
+    with jax.enable_x64(run.x64):
+        cotangents, unscaled = _scaled(run, [*u, jnp.zeros(()) if dloss is None else dloss, *push])
         u, dloss, push = cotangents[: len(u)], cotangents[len(u)], cotangents[len(u) + 1 :]
-        u = settled([x.astype(y.dtype) for x, y in zip(problem.rule.layout.split(u), w, strict=True)])
+        u = barrier([x.astype(y.dtype) for x, y in zip(run.split(u), w, strict=True)])
         if symmetric:
             f = lambda w: gradients(w, these, *rest)  # noqa: E731
-            (g, g_theta), (hu, cross), (value, seen) = settled(jax.jvp(f, (w,), (u,), has_aux=True))
-            if problem.watch:
+            (g, g_theta), (hu, cross), (value, seen) = barrier(jax.jvp(f, (w,), (u,), has_aux=True))
+            if run.watch:
                 transposed = jax.vjp(field, w, these, has_aux=True)[1]((u, jnp.zeros_like(value), []))
                 asymmetry = _asymmetry((hu, cross), transposed)
         else:
             (g, value, _), pull, (g_theta, seen) = jax.vjp(field, w, these, has_aux=True)
             pulled = pull((u, dloss.astype(value.dtype), push))
-            g, (hu, cross), g_theta, value, seen = settled((g, pulled, g_theta, value, seen))
-    found = Gradients(value, seen, problem.joined(t, g), g_theta)
-    return found, Products(unscaled(problem.joined(t, hu)), unscaled(cross), asymmetry)
+            g, (hu, cross), g_theta, value, seen = barrier((g, pulled, g_theta, value, seen))
+    found = Gradients(value, seen, run.joined(t, g), g_theta)
+    return found, Products(unscaled(run.joined(t, hu)), unscaled(cross), asymmetry)
 
 
 def _asymmetry(one: Any, other: Any) -> Array:
@@ -143,7 +145,7 @@ def accumulator(x: Array) -> Any:
     return x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
-def _scaled(problem: Problem, u: list[Array]) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
+def _scaled(run: Run, u: list[Array]) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
     """(u times a power of two, what divides by it again, as `accumulator`s). Only where the loss computes in float16 or
     less.
 
@@ -151,7 +153,7 @@ def _scaled(problem: Problem, u: list[Array]) -> tuple[list[Array], Callable[[li
     float16 is zero below 6e-8 and infinite above 65504, in whatever unit the validation loss is counted.
     """
     wide = lambda xs: [x.astype(accumulator(x)) for x in xs]  # noqa: E731
-    if not problem.functions.narrow or not u:
+    if not run.functions.narrow or not u:
         return u, wide
     largest = jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(u[0].dtype) for x in u]).max()
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1))
@@ -159,20 +161,46 @@ def _scaled(problem: Problem, u: list[Array]) -> tuple[list[Array], Callable[[li
     return [x * scale.astype(x.dtype) for x in u], lambda xs: [x / scale.astype(x.real.dtype) for x in wide(xs)]
 
 
-def pulled_evidence(
-    problem: Problem, t: Array, wanted: tuple[bool, ...], push: list[Array], w: list[Array], theta: list[Array], *rest: Any
+def pulled_statistics(
+    run: Run, t: Array, wanted: tuple[bool, ...], push: list[Array], w: list[Array], theta: list[Array], *rest: Any
 ) -> Products:
-    """The cotangents of w and theta from that of the evidence, where J is symmetric. Behind a branch: in the open, XLA would
-    round the gradient beside it otherwise than on the way out."""
+    """The cotangents of w and theta from that of the batch statistics, where J is symmetric. Isolated: in the open, XLA would
+    round the gradient beside it otherwise than in the forward pass."""
+    return _pulled(run, t, wanted, lambda w, theta, *rest: run.value(w, theta, *rest)[1], push, w, theta, *rest)
+
+
+def pulled_signals(
+    run: Run, t: Array, wanted: tuple[bool, ...], dsignals: Signals, w: list[Array], theta: list[Array], *rest: Any
+) -> Products:
+    """The cotangents of w and theta from those of what links see beside the gradient."""
+    names = sorted(dsignals[0].keys() - {GRADIENT})
+
+    def values(w: list[Array], theta: list[Array], *rest: Any) -> list[Array]:
+        found = run.more_signals(t, w, theta, *rest)
+        return [x for name in names for x in found[name]]
+
+    push = [own[name] for name in names for own in dsignals]
+    return _pulled(run, t, wanted, values, push, w, theta, *rest)
+
+
+def _pulled(
+    run: Run,
+    t: Array,
+    wanted: tuple[bool, ...],
+    function: Callable[..., list[Array]],
+    push: list[Array],
+    w: list[Array],
+    theta: list[Array],
+    *rest: Any,
+) -> Products:
+    """The vjp of function(w, theta, *rest) along push, in w and in the wanted leaves of theta."""
 
     def pulled(push: list[Array], w: list[Array], theta: list[Array], *rest: Any) -> Any:
-        def evidence(w: list[Array], these: list[Array]) -> list[Array]:
-            return problem.value(w, merged(wanted, these, theta), *rest)[1]
-
-        _, vjp = jax.vjp(evidence, w, chosen(wanted, theta))
-        with jax.enable_x64(problem.x64):
-            push, unscaled = _scaled(problem, push)
+        of_these = lambda w, these: function(w, merged(wanted, these, theta), *rest)  # noqa: E731
+        _, vjp = jax.vjp(of_these, w, chosen(wanted, theta))
+        with jax.enable_x64(run.x64):
+            push, unscaled = _scaled(run, push)
             return [unscaled(x) for x in vjp(push)]
 
     dw, dtheta = isolated(t, pulled, push, w, theta, *rest)
-    return Products(problem.joined(t, dw), dtheta)
+    return Products(run.joined(t, dw), dtheta)

@@ -11,24 +11,24 @@ import jax
 import jax.numpy as jnp
 
 from hypergrad._settings import own_settings
-from hypergrad.loop.problem import Problem
+from hypergrad.run.spec import Run
 
 
 def once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Integers have no tangents: a derivative through the passes themselves would silently be zero. Raise instead."""
 
     @functools.wraps(function)
-    def wrapped(problem: Problem, static: Any, *args: Any) -> Any:
-        run = jax.custom_jvp(lambda *a: function(problem, static, *a))
+    def wrapped(run: Run, static: Any, *args: Any) -> Any:
+        call = jax.custom_jvp(lambda *a: function(run, static, *a))
 
-        @run.defjvp
+        @call.defjvp
         def refuse(primals: Any, tangents: Any) -> Any:
             raise TypeError(
                 "hg.Reversible has first derivatives only; this differentiates it a second time (or forwards, by jvp). "
                 "Pass adjoint=hg.Unrolled() to hg.train for the runs that are differentiated twice."
             )
 
-        return run(*args)
+        return call(*args)
 
     return wrapped
 
@@ -41,22 +41,22 @@ def batched_apart(function: Callable[..., Any], forward: bool) -> Callable[..., 
     """
 
     @functools.wraps(function)
-    def wrapped(problem: Problem, static: Any, *args: Any) -> Any:
-        if problem.functions.collective or problem.rule.collective:
+    def wrapped(run: Run, static: Any, *args: Any) -> Any:
+        if run.functions.collective or run.collective:
             # JAX has no batching rule of one's own around a named axis.
-            return function(problem.isolated(), static, *args)
-        run = jax.custom_batching.custom_vmap(lambda *a: function(problem, static, *a))
+            return function(run.isolated(), static, *args)
+        call = jax.custom_batching.custom_vmap(lambda *a: function(run, static, *a))
 
-        @run.def_vmap
+        @call.def_vmap
         def batched(size: int, axes: Any, *a: Any) -> Any:
             a, axes = _with_all_values(size, axes, a) if forward else (a, axes)
             axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, axes)
             with own_settings():  # the rule may be called long after the context of the call is gone
-                apart = lambda *a: function(problem.isolated(), static, *a)  # noqa: E731
+                apart = lambda *a: function(run.isolated(), static, *a)  # noqa: E731
                 out = jax.vmap(apart, in_axes=axes, axis_size=size)(*a)
             return out, jax.tree.map(lambda _: True, out)
 
-        return run(*args)
+        return call(*args)
 
     return wrapped
 

@@ -15,19 +15,31 @@ import jax
 import jax.numpy as jnp
 
 from hypergrad import _programs as programs
+from hypergrad._isolation import isolated, kernel_by_kernel
 from hypergrad._settings import own_settings
+from hypergrad.adjoints.base import Adjoint, Cost
 from hypergrad.adjoints.second_order import accumulator
-from hypergrad.exact import decode, substitute
-from hypergrad.loop.drivers import in_kernels
-from hypergrad.loop.problem import Inputs, Problem, begun, join_steps, schedules, split_steps, turns_of
-from hypergrad.loop.small import sizes
-from hypergrad.loop.status import Outcome, assess
-from hypergrad.loop.step import Exact, Values, advance, increment, increments, isolated, transformed
-from hypergrad.optimizers.chain import PARAMS
+from hypergrad.exact import substitute
+from hypergrad.optimizers.block import Floats
+from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link
+from hypergrad.run.spec import Inputs, Run, entries_of, join_steps, schedules, split_steps
+from hypergrad.run.status import Outcome, assess, nothing_kept
+from hypergrad.run.step import (
+    State,
+    advance,
+    decoded,
+    final_values,
+    increment,
+    initial_state,
+    replaced,
+    seen_outside,
+    wide_parameters,
+)
+from hypergrad.run.underflow import sizes
 
 
 @dataclasses.dataclass(frozen=True)
-class Unrolled:
+class Unrolled(Adjoint):
     """Store every step of the same training run and differentiate through it, as often as one likes.
 
     Memory grows with steps times activations; the road for second derivatives and for tests. Outside of jax.jit it is
@@ -35,17 +47,16 @@ class Unrolled:
     """
 
     fraction_bits: int | None = None
-    driver_name = "scan"
-    buffer = "device"
-    isolate = False
-    progress = None
 
-    def run(self, problem: Problem, inputs: Inputs) -> Outcome:
-        return _run(problem, None, inputs)
+    def run(self, run: Run, inputs: Inputs) -> Outcome:
+        return _run(run, None, inputs)
+
+    def cost(self, steps: int) -> Cost:
+        return Cost(time=4, states=4.0 * steps, activations=steps)
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpointed:
+class Checkpointed(Adjoint):
     """Store `checkpoints` states of the same training run and replay the stretches between them.
 
     checkpoints: how many; None: about sqrt(steps), which stores least. Memory: (checkpoints + steps / checkpoints) states
@@ -54,80 +65,92 @@ class Checkpointed:
 
     checkpoints: int | None = None
     fraction_bits: int | None = None
-    driver_name = "scan"
-    buffer = "device"
-    isolate = False
-    progress = None
 
     def __post_init__(self) -> None:
         if self.checkpoints is not None and (not isinstance(self.checkpoints, int) or self.checkpoints < 1):
             raise ValueError(f"`checkpoints` must be None or an integer of at least 1; got {self.checkpoints!r}.")
 
-    def run(self, problem: Problem, inputs: Inputs) -> Outcome:
-        checkpoints = min(self.checkpoints or max(round(math.sqrt(problem.steps)), 1), problem.steps)
-        return _run(problem, checkpoints, inputs)
+    def run(self, run: Run, inputs: Inputs) -> Outcome:
+        return _run(run, self._kept(run.steps), inputs)
+
+    def cost(self, steps: int) -> Cost:
+        kept = self._kept(steps)
+        return Cost(time=5, states=4.0 * (kept + steps / kept), activations=1)
+
+    def _kept(self, steps: int) -> int:
+        return min(self.checkpoints or max(round(math.sqrt(steps)), 1), steps)
 
 
-def _run(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
+def _run(run: Run, checkpoints: int | None, inputs: Inputs) -> Outcome:
     """`_training`, compiled whole: outside of `jit`, a derivative would be one small program per operation."""
-    make = lambda: jax.jit(functools.partial(_training, problem, checkpoints))  # noqa: E731
-    return programs.kept((_training, problem.bare(), checkpoints), make)(inputs)
+    make = lambda: jax.jit(functools.partial(_training, run, checkpoints))  # noqa: E731
+    return programs.kept((_training, run.bare(), checkpoints), make)(inputs)
 
 
-def _training(problem: Problem, checkpoints: int | None, inputs: Inputs) -> Outcome:
-    rule = problem.rule
+def _training(run: Run, checkpoints: int | None, inputs: Inputs) -> Outcome:
     scan = functools.partial(_checkpointed_scan, checkpoints=checkpoints) if checkpoints else jax.lax.scan
     with own_settings():
-        plan = schedules(problem, jax.lax.stop_gradient(inputs.h))
-        capacity: dict[str, int | None] = {link.name: None for _, link, _ in problem.links(inputs.h)}
-        state = begun(problem, jax.lax.stop_gradient(inputs.values), capacity)
-        constant, stepped = split_steps(inputs.h, problem.steps)
+        plan = schedules(run, jax.lax.stop_gradient(inputs.h))
+        capacity = nothing_kept(run)
+        state = initial_state(run, jax.lax.stop_gradient(inputs.values), capacity)
+        constant, stepped = split_steps(inputs.h, run.steps)
         wide_theta = [x.astype(accumulator(x)) for x in inputs.theta]  # in which a scan sums its cotangents
 
-        def body(carry: tuple[Exact, Values], x: Any) -> tuple[tuple[Exact, Values], Any]:
+        def body(carry: tuple[State, list[Floats]], x: Any) -> tuple[tuple[State, list[Floats]], Any]:
             state, shadow = carry
-            t, stepped, turns = x
-            t = in_kernels(t, (inputs, stepped, turns))
-            all_h = join_steps(constant, stepped)
-            h, _ = problem.parts(all_h)
-            decoded = rule.decoded(state.z, rule.chain[-1])
-            w = [substitute(s.astype(d.dtype), d) for s, d in zip(shadow[PARAMS], decoded, strict=True)]
-            batch = problem.batch(inputs.frozen, t)
+            t, stepped, entries = x
+            t = kernel_by_kernel(t, (inputs, stepped, entries))
+            h = join_steps(constant, stepped)
+            outside = [seen_outside(b, b.chain[-1], state[j]) for j, b in enumerate(run.of_parameters)]
+            w = run.split([substitute(shadow[j][PARAMS].astype(d.dtype), d) for j, d in enumerate(outside)])
+            batch = run.batch(inputs.frozen, t)
             theta = [x.astype(like.dtype) for x, like in zip(wide_theta, inputs.theta, strict=True)]
-            value, g, seen = _same_bits(t, problem.gradient, rule.layout.split(w), theta, inputs.frozen, batch)
-            gradient = g = problem.joined(t, g)
-            if rule.transforms:
-                wide_w = [substitute(*a) for a in zip(shadow[PARAMS], rule.floats(state.z, rule.chain[-1]), strict=True)]
-                g = _same_bits(t, functools.partial(transformed, rule), h, wide_w, g)
-            for owner, link, part in problem.links(all_h):
-                told = g if owner is rule else seen
-                others = [{k.name: shadow[k.name][j] for k in owner.chain if k is not link} for j in owner.leaves]
-                updates = [increment(link, part[j], others[j], told[j]) for j in owner.leaves]
-                h_now, told_now = jax.lax.stop_gradient((part, told))
-                exact = increments(owner, link, t, state.z, h_now, None if link.name == PARAMS else told_now)
-                state = advance(owner, link, t, state, h_now, turns, exact)
-                floats = owner.floats(state.z, link)
-                rho = [hj[link.decay] if link.decay else 1 for hj in part]
-                real = [r * s + u for r, s, u in zip(rho, shadow[link.name], updates, strict=True)]
-                shadow = {**shadow, link.name: [substitute(*a) for a in zip(real, floats, strict=True)]}
+            value, g, seen = _same_bits(t, run.gradient, w, theta, inputs.frozen, batch)
+            gradient = g = run.joined(t, g)
+            more = (
+                _same_bits(t, functools.partial(run.more_signals, t), w, theta, inputs.frozen, batch)
+                if run.functions.signals
+                else {}
+            )
+            if run.transforms:
+                wide_w = [substitute(shadow[j][PARAMS], x) for j, x in enumerate(wide_parameters(run, state))]
+                g = _same_bits(t, run.transformed, [h[j] for j in run.parameters], wide_w, g)
+            signals = run.signals(g, seen, more)
+            for j in (*run.statistics, *run.parameters):
+                for link in run.blocks[j].chain:
+                    state, shadow = _both(run, j, link, t, state, shadow, h, entries, signals)
             return (state, shadow), (value, sizes(t, _stopped(gradient)))
 
-        first = {
-            link.name: [
-                substitute(x.astype(t), decode(z, b, t))
-                for x, z, b, t in zip(
-                    inputs.values[link.name], state.z[link.name], owner.bits(link), owner.dtypes, strict=True
-                )
-            ]
-            for owner, link, _ in problem.links(inputs.h)
-        }
-        xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns_of(plan))
+        first = [
+            {k.name: substitute(values[k.name].astype(b.dtype), decoded(b, k, slots)) for k in b.chain}
+            for b, values, slots in zip(run.blocks, inputs.values, state, strict=True)
+        ]
+        xs = (jnp.arange(run.steps, dtype=jnp.int32), stepped, entries_of(plan))
         (end, shadow), (losses, seen) = scan(body, (state, first), xs)
-        values = {**shadow, PARAMS: []}
-        for s, d in zip(shadow[PARAMS], rule.decoded(end.z, rule.chain[-1]), strict=True):
-            values[PARAMS].append(substitute(s.astype(d.dtype), d))
-        status = assess(problem, inputs.values, inputs.h, plan, end.z, losses, capacity, seen)
-        return Outcome(values, losses, jax.lax.stop_gradient(status))
+        final = [
+            {name: substitute(own[name].astype(x.dtype), x) for name, x in values.items()}
+            for own, values in zip(shadow, final_values(run, end), strict=True)
+        ]
+        status = assess(run, inputs.values, inputs.h, plan, end, losses, capacity, seen)
+        return Outcome(final, losses, jax.lax.stop_gradient(status))
+
+
+def _both(
+    run: Run, j: int, link: Link, t: jax.Array, state: State, shadow: list[Floats], h: Any, entries: Any, signals: Any
+) -> tuple[State, list[Floats]]:
+    """One link of one block: the integers, and the shadow whose value is theirs and whose derivative is the real update's."""
+    block, own = run.blocks[j], shadow[j]
+    told = signals[j].get(link.signal)
+    known_h, known_signals = jax.lax.stop_gradient((h, signals))
+    exact = increment(run, j, link, t, state, known_h, known_signals)
+    state = replaced(state, j, {link.name: advance(block, link, t, state[j], known_h[j], entries[j], exact)})
+    real = h[j][link.decay] * own[link.name] if link.decay else own[link.name]
+    if link.increment is not None:
+        others: Floats = {name: x for name, x in own.items() if name != link.name}
+        if run.statistics and block.of_parameters:
+            others[STATISTICS] = run.statistics_tree_of([shadow[i][STATISTICS] for i in run.statistics])
+        real = real + block.increment(link, h[j], others, told)
+    return state, replaced(shadow, j, {link.name: substitute(real, decoded(block, link, state[j]))})
 
 
 def _same_bits(t: jax.Array, function: Callable[..., Any], *args: Any) -> Any:

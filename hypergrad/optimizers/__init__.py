@@ -1,9 +1,11 @@
-"""Optimizers as chains of leaky links. Knows the exact layer; knows no buffer and no loop."""
+"""Optimizers as chains of leaky links. Knows the exact layer, and which buffer a block takes; knows no loop."""
 
 from hypergrad.optimizers.adam import Adam as Adam
 from hypergrad.optimizers.adam import AdamW as AdamW
 from hypergrad.optimizers.chain import Link as Link
 from hypergrad.optimizers.chain import Optimizer as Optimizer
+from hypergrad.optimizers.partition import Partition as Partition
+from hypergrad.optimizers.partition import partition as partition
 from hypergrad.optimizers.rms import Adagrad as Adagrad
 from hypergrad.optimizers.rms import RMSProp as RMSProp
 from hypergrad.optimizers.sgd import SGD as SGD

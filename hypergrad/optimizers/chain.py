@@ -18,25 +18,30 @@ from hypergrad.exact import MOMENTUM_DENOMINATOR, WIDE_DENOMINATOR
 
 
 PARAMS = "params"
-STATISTICS = "statistics"  # of `hg.train`: a name that no link of an optimizer may have
+STATISTICS = "statistics"  # of `hg.train`: a name that no link of an optimizer may have, and what these follow
+GRADIENT = "gradient"
 
 
 class Link(NamedTuple):
     """z <- rho z + increment, for one leaf of the parameters.
 
     increment(h, z, g): h.<hyperparameter> at this step, z.<link> other links' values, g the gradient; arrays that
-    broadcast against the leaf. The link called "params" is last and takes (h, z). End it in a product or a quotient,
-    not in a product plus a sum: compilers contract those differently in different programs.
+    broadcast against the leaf. Of running statistics, z.statistics has the new values. The link called "params" is last and
+    takes (h, z).
     """
 
     name: str
-    increment: Callable[..., Array]
+    increment: Callable[..., Array] | None  # None: nothing is added (frozen parameters)
     decay: str | None = None  # the hyperparameter (or `prepare`d value) that is rho; None: rho = 1, nothing is lost
     denominator: int = MOMENTUM_DENOMINATOR  # d of rho = n/d, a power of two from 2^12 to 2^24
     may_be_one: bool = False  # whether rho = 1 (nothing decays) makes sense here
     start: Callable[[Array], Array] = jnp.zeros_like  # parameter leaf -> initial value, and so the link's shape
     wide: bool = False  # two integers a value: 2^8 times the range, 2^-38 times the quantum (for means of squares)
     bits_a_step: float = 1.0  # room in the buffer where the decay is not known beforehand: enough for rho >= 2^-bits
+    signal: str = GRADIENT  # what the increment is given as g: the gradient, or an entry of `Optimizer.signals`
+
+
+Signal = Callable[[Callable[..., Any], Any, Any, Any, Array], Any]
 
 
 class View:
@@ -64,26 +69,19 @@ class Optimizer(eqx.Module):
     (the reverse pass is then cheaper by one linearization). `entrywise`: what becomes of an entry depends on no other entry
     of its leaf, nor on its shape (small leaves are then laid side by side: less to compile). `weights`: what else than links
     a run must know to go on where another ended, {entry of `state`: decay}: 1 - the product of that decay over all steps
-    before, which `prepare` finds in h where `state` has it.
+    before, which `prepare` finds in h where `state` has it. `signals`: what links see that do not see the gradient, {name:
+    function(loss, params, theta, batch, key) -> pytree like the parameters}, at the old parameters; loss(params, theta,
+    batch) is the user's, key the step's own.
     """
 
     chain: ClassVar[tuple[Link, ...]]
     weights: ClassVar[Mapping[str, str]] = {}
+    signals: ClassVar[Mapping[str, Signal]] = {}
     linear: ClassVar[bool] = False
     entrywise: ClassVar[bool] = False
 
-    @property
-    def layers(self) -> tuple["Optimizer", ...]:
-        """The transformations of the gradient around the rule, outermost first, and the rule itself."""
-        return (self,)
-
-    def key(self, field: str) -> str:
-        """What `h` calls a field of this layer: a rule's by their own names, those around it with their height before."""
-        height = len(self.layers) - 1
-        return f"{height}.{field}" if height else field
-
     def hyperparameters(self) -> dict[str, Any]:
-        """This layer's differentiable fields by name."""
+        """Its differentiable fields by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "inner"}
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
@@ -106,10 +104,10 @@ class Optimizer(eqx.Module):
         if isinstance(chain, list):
             raise TypeError(f"{cls.__name__}.chain must be a tuple of links; got a list.")
         if isinstance(chain, tuple):
-            _check_chain(cls.__name__, chain)
+            _check_chain(cls.__name__, chain, {GRADIENT, *cls.signals})
 
 
-def _check_chain(name: str, chain: tuple[Link, ...]) -> None:
+def _check_chain(name: str, chain: tuple[Link, ...], signals: set[str]) -> None:
     names = [link.name for link in chain]
     if STATISTICS in names:
         raise TypeError(f"{name}.chain: `{STATISTICS}` is what hg.train calls its running statistics. Rename the link.")
@@ -129,6 +127,11 @@ def _check_chain(name: str, chain: tuple[Link, ...]) -> None:
         ) from e
     for link in chain:
         d = link.denominator
+        if link.signal not in signals:
+            raise TypeError(
+                f"{name}, link `{link.name}`: there is no signal {link.signal!r}; `signals` of the optimizer has functions for "
+                f"{sorted(signals - {GRADIENT})}, and the gradient is {GRADIENT!r}."
+            )
         if link.decay is not None and not isinstance(link.decay, str):
             raise TypeError(f"{name}, link `{link.name}`: decay must be the name of a hyperparameter; got {link.decay!r}.")
         if d < 2**12 or d > 2**24 or d & (d - 1):

@@ -1,11 +1,9 @@
-"""Hyperparameters as arrays: every field of an optimizer, for every parameter leaf, with a leading step axis.
+"""Hyperparameters as arrays: every field of an optimizer, for every block, with a leading step axis.
 
-Invariant: a prepared array has shape [steps | 1, 1.. | leaf shape], and every decay among them is an exact n/d.
+Invariant: a prepared array has shape [steps | 1, 1.. | block's shape], and every decay among them is an exact n/d.
 """
 
-import functools
-from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,123 +13,68 @@ from jax import Array
 
 from hypergrad._programs import owned
 from hypergrad.errors import RangeError, decay_sentence
-from hypergrad.exact import (
-    DEFERRED,
-    DEVICE,
-    GMPY2,
-    GMPY2_DEFERRED,
-    SMALLEST_RATIO,
-    InformationBuffer,
-    default_fraction_bits,
-    known_numerator,
-    numerator,
-    to_ratio,
-)
+from hypergrad.exact import SMALLEST_RATIO, numerator, to_ratio
 from hypergrad.hypers import describe
 from hypergrad.optimizers.chain import Link, Optimizer
-from hypergrad.optimizers.layout import Layout, separate, together
+from hypergrad.optimizers.partition import Layer, Stack
 from hypergrad.optimizers.statistics import MEANS, Statistics
 from hypergrad.schedules import PerStep, spread
 
 
-WIDE_RANGE_BITS = 8  # sums of squares up to 2^22 for float32 parameters
+Hypers = dict[str, Array]  # of one block: {key: [steps | 1, ...]}, or of one step
 
 
-def layout_of(optimizer: Optimizer, params: Any, weights: dict[str, Any] | None = None) -> Layout:
-    """Small leaves of one dtype that share every hyperparameter lie side by side, if the optimizer is `entrywise`."""
-    leaves = jax.tree.leaves(params)
-    shapes = [x.shape for x in leaves]
-    if not optimizer.entrywise:
-        return separate(shapes)
-    columns = [_broadcast_prefix(name, given, params) for _, _, name, given in _fields(optimizer, weights)]  # held: by id
-    keys = [(x.dtype, *(_shared(column[i]) for column in columns)) for i, x in enumerate(leaves)]
-    return together(shapes, keys)
+class Field(NamedTuple):
+    """One hyperparameter as it was given."""
+
+    name: str  # as users call it
+    values: list[Any]  # of each leaf: a number, an array, a `PerStep`, or None
 
 
-def _shared(value: Any) -> Hashable:
-    """Equal for two leaves only if they have the same value, and one that says nothing of their shape."""
-    if isinstance(value, (bool, int, float)):
-        return value
-    raw, scalar = (value.values, 1) if isinstance(value, PerStep) else (value, 0)
-    return id(value) if np.ndim(raw) == scalar else object()
+def fields_of(layer: Layer, params: Any, weights: dict[str, Any]) -> dict[str, Field]:
+    """{key in h: field} of a layer; weights: {name: value} of what its rule continues from."""
+    own = {f: (f"{layer.path}.{f}", given) for f, given in layer.optimizer.hyperparameters().items()}
+    given = own | {name: (f"state[{name!r}]", value) for name, value in weights.items()}
+    return {layer.key(f): Field(name, broadcast_prefix(name, x, params)) for f, (name, x) in given.items()}
 
 
 def expand(
-    optimizer: Optimizer, params: Any, steps: int, layout: Layout, weights: dict[str, Any] | None = None
-) -> list[dict[str, Array]]:
-    """The hyperparameters of each vector of the layout, step axis first: {key: float [steps | 1, 1.. | vector's shape]}.
+    stack: Stack, fields: list[dict[str, Field]], leaf: int, path: str, like: Array, steps: int, flat: bool
+) -> Hypers:
+    """The hyperparameters of a block whose first leaf this is, step axis first: {key: float [steps | 1, 1.. | its shape]}.
 
-    The keys are those of `Optimizer.key`. Raises with the field, the leaf's path and both shapes where one does not fit.
+    Raises with the field, the leaf's path and both shapes where one does not fit.
     """
-    leaves = layout.first(jax.tree_util.tree_leaves_with_path(params))
-    expanded: list[dict[str, Array]] = [{} for _ in leaves]
-    decays = {link.decay: link for link in optimizer.chain if link.decay}
-    for layer, field, name, given in _fields(optimizer, weights):
-        key = layer.key(field)
-        link = decays.get(field) if layer is optimizer.layers[-1] else None
-        values = layout.first(_broadcast_prefix(name, given, params))
-        for h, value, (path, leaf) in zip(expanded, values, leaves, strict=True):
-            where = f"{name} for params{jax.tree_util.keystr(path)}"
-            x = _with_step_axis(where, value, leaf, steps, link)
-            x = x.reshape(x.shape[0], -1) if layout.flat else x
-            h[key] = _ratio(link, x) if link else x
+    decays = {link.decay: link for link in stack.chain if link.decay}
+    expanded = {}
+    for layer, own in zip(stack.layers, fields, strict=True):
+        for key, field in own.items():
+            link = decays.get(key) if layer.is_rule else None
+            x = _with_step_axis(f"{field.name} for params{path}", field.values[leaf], like, steps, link)
+            x = x.reshape(x.shape[0], -1) if flat else x
+            expanded[key] = ratio(link, x) if link else x
     return expanded
 
 
-def _fields(optimizer: Optimizer, weights: dict[str, Any] | None) -> list[tuple[Optimizer, str, str, Any]]:
-    """Every hyperparameter: its layer, its field there, what users call it, its value; then the weights in `state`."""
-    layers = [(f"optimizer.{'inner.' * depth}", layer) for depth, layer in enumerate(optimizer.layers)]
-    own = [(x, field, f"{at}{field}", given) for at, x in layers for field, given in x.hyperparameters().items()]
-    return own + [(optimizer.layers[-1], name, f"state[{name!r}]", given) for name, given in (weights or {}).items()]
+def prepared(stack: Stack, fields: Hypers, steps: int) -> tuple[Hypers, frozenset[str]]:
+    """`expand`ed fields followed by the rule's `prepare`, with every decay an exact n/d; and the decays that are fields
+    still, as they were given."""
+    decays = {str(link.decay): link for link in stack.chain if link.decay}
+    rule = stack.rule.optimizer
+    around = {key for layer in stack.layers[:-1] for key in map(layer.key, layer.optimizer.hyperparameters())}
+    own = {key: x for key, x in fields.items() if key not in around}
+    h = {**prepare(rule, own, steps), **{key: fields[key] for key in around}}
+    given = frozenset(name for name in decays if h[name] is fields.get(name))
+    return {**h, **{name: ratio(link, h[name]) for name, link in decays.items() if name not in given}}, given
 
 
-def weights_after(optimizer: Optimizer, weights: dict[str, Any], steps: int) -> dict[str, Any]:
-    """What `Optimizer.weights` come to, of the form of their decays without steps; weights: those that a run began with."""
-    rule = optimizer.layers[-1]
-    links = {link.decay: link for link in rule.chain if link.decay}
-    is_per_step = lambda x: isinstance(x, PerStep)  # noqa: E731
-
-    def after(decay: str, rho: Any, before: Any) -> Array:
-        per_step = is_per_step(rho)
-        x = owned(rho.values if per_step else rho)
-        x = _ratio(links[decay], x.astype(jnp.promote_types(x.dtype, jnp.float32)))
-        product = jnp.prod(x, axis=0) if per_step else x**steps
-        return before + (1 - before) * (1 - product)
-
-    found = {}
-    for name, decay in rule.weights.items():
-        rho, before = _per_step_leaves(getattr(rule, decay)), weights.get(name, 0.0)
-        try:
-            before = jax.tree.broadcast(before, jax.tree.map(lambda _: 0, rho, is_leaf=is_per_step))
-        except ValueError:
-            rho = jax.tree.broadcast(rho, before, is_leaf=is_per_step)
-        found[name] = jax.tree.map(functools.partial(after, decay), rho, before, is_leaf=is_per_step)
-    return found
-
-
-def prepared(
-    optimizer: Optimizer, params: Any, steps: int, layout: Layout, weights: dict[str, Any] | None = None
-) -> tuple[list[dict[str, Array]], frozenset[str]]:
-    """`expand` followed by the `prepare` of each layer, the rule's first, with every decay an exact n/d; and the decays that
-    are fields still, as they were given."""
-    decays = {link.decay: link for link in optimizer.chain if link.decay}
-    result, given = [], frozenset(decays)
-    for fields in expand(optimizer, params, steps, layout, weights):
-        h = fields
-        for layer in reversed(optimizer.layers):
-            h = prepare(layer, h, steps)
-        given &= {name for name in decays if h[name] is fields.get(name)}
-        result.append({**h, **{name: _ratio(link, h[name]) for name, link in decays.items() if name not in given}})
-    return result, given
-
-
-def prepare(layer: Optimizer, h: dict[str, Array], steps: int) -> dict[str, Array]:
-    """`layer.prepare`, which must give every decay its value."""
-    found, name = layer.prepare(h, steps), type(layer).__name__
+def prepare(rule: Optimizer, h: Hypers, steps: int) -> Hypers:
+    """`rule.prepare`, which must give every decay its value."""
+    found, name = rule.prepare(h, steps), type(rule).__name__
     if not isinstance(found, dict):
         raise TypeError(f"{name}.prepare must return a dict, {{**h, ...}} of what it got and adds; got {describe(found)}.")
-    for link in layer.chain:
-        if layer is layer.layers[-1] and link.decay and link.decay not in found:
+    for link in rule.chain:
+        if link.decay and link.decay not in found:
             raise TypeError(
                 f"{name}, link `{link.name}`: its decay is called {link.decay!r}, and no hyperparameter is, nor anything "
                 f"that `prepare` returns. There are: {', '.join(found)}."
@@ -139,59 +82,27 @@ def prepare(layer: Optimizer, h: dict[str, Array], steps: int) -> dict[str, Arra
     return found
 
 
-def prepared_statistics(statistics: Statistics, steps: int) -> list[dict[str, Array]]:
-    """The decay of each statistic as `prepared` gives those of links: list of {"decay": [steps | 1, 1.. | leaf shape]}."""
-    decays = _broadcast_prefix("statistics.decay", statistics.decay, statistics.values, "the statistics")
+def prepared_statistics(statistics: Statistics, steps: int) -> list[Hypers]:
+    """The decay of each statistic as `prepared` gives those of links: {"decay": [steps | 1, 1.. | leaf shape]}."""
+    decays = broadcast_prefix("statistics.decay", statistics.decay, statistics.values, "the statistics")
     result = []
     for decay, (path, leaf) in zip(decays, jax.tree_util.tree_leaves_with_path(statistics.values), strict=True):
         where = f"statistics.decay for statistics{jax.tree_util.keystr(path)}"
-        result.append({"decay": _ratio(MEANS, _with_step_axis(where, decay, leaf, steps, MEANS, "statistic"))})
+        result.append({"decay": ratio(MEANS, _with_step_axis(where, decay, leaf, steps, MEANS, "statistic"))})
     return result
 
 
-def link_numerators(link: Link, h: dict[str, Array], steps: int) -> Array:
-    """The smallest numerator of a leaf at each step, which bounds its buffer: int64 [steps]."""
-    n = numerator(h[link.decay], link.denominator)  # type: ignore[index]
+def link_numerators(link: Link, h: Hypers, steps: int) -> Array:
+    """The smallest numerator of a block at each step, which bounds its buffer: int64 [steps]."""
+    n = numerator(h[str(link.decay)], link.denominator)
     return jnp.broadcast_to(n.reshape(n.shape[0], -1).min(axis=1, initial=link.denominator), (steps,))
 
 
-def buffers(
-    chain: tuple[Link, ...], h: list[dict[str, Array]], unbounded: bool = False
-) -> tuple[tuple[InformationBuffer | None, ...], ...]:
-    """Where the digits of each link and leaf go, on the device or in integers without bounds."""
-    return tuple(tuple(_buffer(hj[link.decay], unbounded) if link.decay else None for hj in h) for link in chain)
-
-
-def _buffer(rho: Any, unbounded: bool = False) -> InformationBuffer:
-    """A decay that all entries of a leaf share can wait: [steps | 1, ...]."""
-    if rho.size == rho.shape[0]:
-        return GMPY2_DEFERRED if unbounded else DEFERRED
-    return GMPY2 if unbounded else DEVICE
-
-
-def known_numerators(link: Link, decay: Any, tree: Any, steps: int) -> list[tuple[np.ndarray, InformationBuffer]]:
-    """`link_numerators` of a decay whose values are known, without a program: int64 [steps] for every leaf of the tree, and
-    the buffer that they are of."""
-    result = []
-    for value, leaf in zip(_broadcast_prefix(str(link.decay), decay, tree), jax.tree.leaves(tree), strict=True):
-        rho = np.asarray(value.values if isinstance(value, PerStep) else [value], compute_dtype(leaf))
-        n = known_numerator(rho, link.denominator)
-        least = n.reshape(n.shape[0], -1).min(axis=1, initial=link.denominator)
-        result.append((np.broadcast_to(least, (steps,)), _buffer(rho)))
-    return result
-
-
-def link_fraction_bits(link: Link, leaf: Array, fraction_bits: int | None) -> int:
-    """Of the high limb where the link is wide: 8 less there, and 46 more below it."""
-    bits = default_fraction_bits(leaf.dtype) if fraction_bits is None else fraction_bits
-    return bits - WIDE_RANGE_BITS if link.wide else bits
-
-
-def _ratio(link: Link, rho: Array) -> Array:
+def ratio(link: Link, rho: Array) -> Array:
     return to_ratio(rho, link.denominator, link.may_be_one)
 
 
-def compute_dtype(leaf: Array) -> np.dtype:
+def compute_dtype(leaf: Any) -> np.dtype:
     """Accumulators and hyperparameters of a leaf: its own dtype, float32 at least (n/d needs up to 24 bits)."""
     return np.promote_types(leaf.dtype, np.float32)
 
@@ -205,9 +116,10 @@ def decay_interval(link: Link) -> tuple[float, float]:
     return max(1 / link.denominator, SMALLEST_RATIO), 1.0 if link.may_be_one else 1 - 1 / link.denominator
 
 
-def first_bad_decay(link: Link, h: dict[str, Array]) -> tuple[Array, Array, Array]:
-    """(any, step, value): where a leaf's traced decay is outside its interval."""
-    rho = h[link.decay].reshape(h[link.decay].shape[0], -1)  # type: ignore[index]
+def first_bad_decay(link: Link, h: Hypers) -> tuple[Array, Array, Array]:
+    """(any, step, value): where a block's traced decay is outside its interval."""
+    rho = h[str(link.decay)]
+    rho = rho.reshape(rho.shape[0], -1)
     if not rho.size:
         return jnp.bool_(False), jnp.int32(-1), jnp.float32(0)
     lowest, highest = decay_interval(link)
@@ -222,20 +134,21 @@ def first_true(x: Array) -> Array:
     return jax.lax.argmax(x.astype(jnp.int32), 0, jnp.int32)
 
 
-def _broadcast_prefix(name: str, value: Any, params: Any, of: str = "params") -> list[Any]:
-    is_per_step, value = lambda x: isinstance(x, PerStep), _per_step_leaves(value)
+def broadcast_prefix(name: str, value: Any, params: Any, of: str = "params") -> list[Any]:
+    """A pytree prefix as one value for each leaf; None where it has None."""
+    is_leaf, value = lambda x: isinstance(x, PerStep) or x is None, per_step_leaves(value)
     try:
-        return jax.tree.leaves(jax.tree.broadcast(value, params, is_leaf=is_per_step), is_leaf=is_per_step)
+        return jax.tree.leaves(jax.tree.broadcast(value, params, is_leaf=is_leaf), is_leaf=is_leaf)
     except ValueError as e:
         of_numbers = isinstance(value, list) and not isinstance(params, list)
         hint = " A list is a tree of its entries: make it an array, jnp.array([...])." if of_numbers else ""
         raise ValueError(
             f"{name} must be one value or a pytree prefix of {'`params`' if of == 'params' else of}; got the tree "
-            f"{jax.tree.structure(value, is_leaf=is_per_step)} for {of} {jax.tree.structure(params)}.{hint}"
+            f"{jax.tree.structure(value, is_leaf=is_leaf)} for {of} {jax.tree.structure(params)}.{hint}"
         ) from e
 
 
-def _per_step_leaves(value: Any) -> Any:
+def per_step_leaves(value: Any) -> Any:
     """A tree with `PerStep`s of single arrays."""
     is_per_step = lambda x: isinstance(x, PerStep)  # noqa: E731
     split = lambda x: jax.tree.map(PerStep, x.values) if is_per_step(x) else x  # noqa: E731

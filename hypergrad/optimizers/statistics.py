@@ -11,7 +11,7 @@ import equinox as eqx
 from hypergrad.optimizers.chain import STATISTICS, Link
 
 
-MEANS = Link(STATISTICS, lambda h, z, g: (1 - h.decay) * g, decay="decay", wide=True)
+MEANS = Link(STATISTICS, lambda h, z, g: (1 - h.decay) * g, decay="decay", wide=True, signal=STATISTICS)
 
 
 class Statistics(eqx.Module):

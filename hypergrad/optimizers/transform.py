@@ -4,8 +4,7 @@ Invariant: the optimizer inside sees transform(h, w, g) wherever it would have s
 """
 
 import abc
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.optimizers.chain import Link, Optimizer, View
+from hypergrad.optimizers.chain import Link, Optimizer, Signal, View
 
 
 class Transformed(Optimizer):
@@ -33,9 +32,17 @@ class Transformed(Optimizer):
     @abc.abstractmethod
     def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]: ...
 
+    def adapted(self, chain: tuple[Link, ...]) -> tuple[Link, ...]:
+        """The chain of the leaves that the transformation covers."""
+        return chain
+
+    def covers(self, params: Any) -> list[bool]:
+        """Of each leaf, whether the transformation sees it."""
+        return [True] * len(jax.tree.leaves(params))
+
     @property
-    def chain(self) -> tuple[Link, ...]:  # type: ignore[override]
-        return self.inner.chain
+    def signals(self) -> Mapping[str, Signal]:  # type: ignore[override]
+        return self.inner.signals
 
     @property
     def linear(self) -> bool:  # type: ignore[override]
@@ -45,30 +52,23 @@ class Transformed(Optimizer):
     def entrywise(self) -> bool:  # type: ignore[override]
         return self.entrywise_transform and self.inner.entrywise
 
-    @property
-    def layers(self) -> tuple[Optimizer, ...]:
-        return (self, *self.inner.layers)
-
 
 class Transform(NamedTuple):
-    """One layer as `step` needs it; hashable."""
+    """One transformation as a step needs it; hashable."""
 
     name: str
     function: Callable[..., list[Array]]
     keys: tuple[tuple[str, str], ...]  # (field, its key in h)
+    blocks: tuple[int, ...]  # which it sees
 
     def __call__(self, h: list[dict[str, Array]], w: list[Array], g: list[Array]) -> list[Array]:
-        views = [View({field: hj[key] for field, key in self.keys}, self.name) for hj in h]
-        return self.function(views, w, g)
-
-
-def transforms(optimizer: Optimizer) -> tuple[Transform, ...]:
-    """The layers around an optimizer's rule, in the order in which the gradient passes them."""
-    result = []
-    for layer in optimizer.layers[:-1]:
-        keys = tuple((field, layer.key(field)) for field in layer.hyperparameters())
-        result.append(Transform(type(layer).__name__, type(layer).transform, keys))  # type: ignore[attr-defined]
-    return tuple(result)
+        """The gradient of all blocks, those that it sees transformed."""
+        views = [View({field: h[j][key] for field, key in self.keys}, self.name) for j in self.blocks]
+        seen = self.function(views, [w[j] for j in self.blocks], [g[j] for j in self.blocks])
+        result = list(g)
+        for j, x in zip(self.blocks, seen, strict=True):
+            result[j] = x
+        return result
 
 
 class Clip(Transformed):
@@ -118,40 +118,35 @@ class AddDecayedWeights(Transformed):
 
 
 class Freeze(Transformed):
-    """g <- 0 and no decay where the mask is True. Made by `freeze`."""
+    """g <- 0, and neither step nor decay, where the mask is True. Made by `freeze`."""
 
     mask: tuple[Any, tuple[bool, ...]] = eqx.field(static=True)  # tree and leaves: hashable
     linear_transform = True
     entrywise_transform = True
 
-    @property
-    def chain(self) -> tuple[Link, ...]:  # type: ignore[override]
-        *others, params = self.inner.chain
-        return (*others, _still(params, self.key("mask")))
+    def adapted(self, chain: tuple[Link, ...]) -> tuple[Link, ...]:
+        """Accumulators that a run begins with would move what is frozen: the parameters have no increment."""
+        *others, params = chain
+        return (*others, params._replace(increment=None, decay=None))
+
+    def covers(self, params: Any) -> list[bool]:
+        tree, leaves = self.mask
+        mask = jax.tree.unflatten(tree, leaves)
+        try:
+            return jax.tree.leaves(jax.tree.broadcast(mask, params))
+        except ValueError as e:
+            raise ValueError(
+                f"hg.freeze: `mask` must be one bool or a pytree prefix of `params`; got the tree {tree} for params "
+                f"{jax.tree.structure(params)}."
+            ) from e
 
     def hyperparameters(self) -> dict[str, Any]:
-        tree, leaves = self.mask
-        return {"mask": jax.tree.unflatten(tree, [float(frozen) for frozen in leaves])}
-
-    def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
-        del steps
-        decay = self.chain[-1].decay
-        return {**h, decay: jnp.where(h[self.key("mask")] > 0, 1, h[decay])} if decay else h
+        return {}
 
     @staticmethod
     def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]:
-        del w
-        return [jnp.where(hj.mask > 0, 0, x) for hj, x in zip(h, g, strict=True)]
-
-
-@functools.cache  # one link for one question: what is compiled for it is found by identity
-def _still(link: Link, key: str) -> Link:
-    """The link with no increment where h.<key> is not 0: accumulators that a run begins with would move what is frozen."""
-
-    def increment(h: View, z: View) -> Array:
-        return jnp.where(getattr(h, key) > 0, 0, link.increment(h, z))
-
-    return link._replace(increment=increment)
+        del h, w
+        return [jnp.zeros_like(x) for x in g]
 
 
 def clip(optimizer: Optimizer, max_delta: Any) -> Clip:

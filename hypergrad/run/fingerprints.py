@@ -9,21 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.exact import Scaled
-from hypergrad.loop.problem import Problem
-from hypergrad.loop.step import Exact, Rule
+from hypergrad.run.spec import Run
+from hypergrad.run.step import State
 
 
-def state_prints(problem: Problem, state: Exact) -> Array:
+def state_prints(run: Run, state: State) -> Array:
     """Of every place: uint64 [places]."""
-    rows = [_leaves(rule, state.z[link.name]) for rule in problem.rules for link in rule.chain]
-    return jnp.stack([print_of(x) for row in rows for x in row])
-
-
-def _leaves(rule: Rule, z: list[Any]) -> list[Any]:
-    integers = [jax.tree.leaves(x.z if isinstance(x, Scaled) else x) for x in z]
-    columns = [rule.layout.split(list(column)) for column in zip(*integers, strict=True)]
-    return list(zip(*columns, strict=True))
+    rows = []
+    for block, slots in zip(run.blocks, state, strict=True):
+        for link in block.chain:
+            high, low, _ = slots[link.name].value
+            limbs = [block.split(x) for x in (high, low) if x is not None]
+            rows += [print_of(leaf) for leaf in zip(*limbs, strict=True)]
+    return jnp.stack(rows)
 
 
 def print_of(tree: Any) -> Array:

@@ -21,8 +21,8 @@ from jax.extend.core import jaxpr_as_fun
 
 from hypergrad import _programs as programs
 from hypergrad._report import current_ledger
-from hypergrad.loop.functions import Functions
-from hypergrad.loop.problem import Problem
+from hypergrad.run.functions import Functions
+from hypergrad.run.spec import Run
 
 
 REMEMBERED = 1024  # losses
@@ -30,44 +30,44 @@ REMEMBERED = 1024  # losses
 _KNOWN: collections.OrderedDict[Functions, None] = collections.OrderedDict()
 
 
-def open_to_doubt(problem: Problem) -> bool:
+def open_to_doubt(run: Run) -> bool:
     """Whether gradients come from beside their derivatives, and may come apart should that fail."""
-    return problem.retries and not problem.rule.isolate
+    return run.retries and not run.isolate
 
 
-def remembered(problem: Problem) -> Problem:
+def remembered(run: Run) -> Run:
     """With gradients apart where that is known to be needed."""
-    return problem.isolated() if open_to_doubt(problem) and problem.functions in _KNOWN else problem
+    return run.isolated() if open_to_doubt(run) and run.functions in _KNOWN else run
 
 
-def remember(problem: Problem) -> None:
-    _KNOWN[problem.functions.bare()] = None
+def remember(run: Run) -> None:
+    _KNOWN[run.functions.bare()] = None
     while len(_KNOWN) > REMEMBERED:
         _KNOWN.popitem(last=False)
 
 
-def known(problem: Problem, run: Callable[[Problem], Any]) -> Any:
-    """`run`, which gives a `Back` of known values; if that is not found, once more with gradients apart."""
-    problem = remembered(problem)
-    back, forget = programs.forgettable(lambda: run(problem))
-    if back.found.all() or not open_to_doubt(problem):
+def known(run: Run, attempt: Callable[[Run], Any]) -> Any:
+    """`attempt`, which gives a `Back` of known values; if that is not found, once more with gradients apart."""
+    run = remembered(run)
+    back, forget = programs.forgettable(lambda: attempt(run))
+    if back.found.all() or not open_to_doubt(run):
         return back
-    second = run(problem.isolated())
+    second = attempt(run.isolated())
     if not second.found.all():
         return back
-    remember(problem)
+    remember(run)
     forget()
     return second._replace(doubted=jnp.bool_(True))
 
 
-def traced(problem: Problem, run: Callable[[Problem, Array | None], Any]) -> Any:
-    """The same inside of a program that is being built. run: also takes whether there is doubt, None for none."""
-    problem, ledger = remembered(problem), current_ledger()
-    if ledger is not None and open_to_doubt(problem):
-        problem = problem.isolated() if ledger.isolate else dataclasses.replace(problem, retries=False)
-    if not open_to_doubt(problem):
-        return run(problem, None)
-    program, out = jax.make_jaxpr(lambda doubt: run(problem, doubt), return_shape=True)(jnp.bool_(False))
+def traced(run: Run, attempt: Callable[[Run, Array | None], Any]) -> Any:
+    """The same inside of a program that is being built. attempt: also takes whether there is doubt, None for none."""
+    run, ledger = remembered(run), current_ledger()
+    if ledger is not None and open_to_doubt(run):
+        run = run.isolated() if ledger.isolate else dataclasses.replace(run, retries=False)
+    if not open_to_doubt(run):
+        return attempt(run, None)
+    program, out = jax.make_jaxpr(lambda doubt: attempt(run, doubt), return_shape=True)(jnp.bool_(False))
     tree = jax.tree.structure(out)
 
     def body(carry: tuple[Array, Array, list[Any]]) -> tuple[Array, Array, list[Any]]:

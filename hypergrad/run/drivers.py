@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad import _programs as programs
-from hypergrad.loop import pieces
+from hypergrad._isolation import kernel_by_kernel
+from hypergrad.run import pieces
 
 
 Body = Callable[[Any, Any, Any], tuple[Any, Any]]  # (consts, carry, x) -> (carry, y)
@@ -40,22 +41,12 @@ class Between:
 
 
 SECONDS_BETWEEN_REPORTS = 0.5
-SMALL = 2**16  # bytes that a loop holds: XLA:CPU takes some kilobytes for small
 
 
 def scan(body: Body, consts: Any, carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
     """One loop over xs = (t, ...)."""
     held = (consts, carry, xs)
-    return jax.lax.scan(lambda c, x: body(consts, c, (in_kernels(x[0], held), *x[1:])), carry, xs, reverse=reverse)
-
-
-def in_kernels(t: Array, held: Any) -> Array:
-    """t, in a way that keeps the steps of a loop that holds this little from becoming one kernel.
-
-    XLA:CPU compiles a small loop as a single function of LLVM, branches and all, which contracts across them: with up to
-    eight weights, losses of sines did not come back. It cannot compile a sort so.
-    """
-    return jax.lax.sort(jnp.stack([t, t + 1]))[0] if sum(x.nbytes for x in jax.tree.leaves(held)) < SMALL else t
+    return jax.lax.scan(lambda c, x: body(consts, c, (kernel_by_kernel(x[0], held), *x[1:])), carry, xs, reverse=reverse)
 
 
 def host(

@@ -1,0 +1,42 @@
+"""What every adjoint is: a way to the derivative of one and the same training run.
+
+Invariant: adjoints give the same forward numbers, and those that are `exact` the same derivative.
+"""
+
+import abc
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+from hypergrad.run.spec import Inputs, Run
+from hypergrad.run.status import Outcome
+
+
+class Cost(NamedTuple):
+    """Of a hypergradient, roughly."""
+
+    time: float  # in trainings without a derivative
+    states: float  # parameters and accumulators kept at once, in copies
+    activations: float  # of one step of training, kept at once
+
+
+class Adjoint(abc.ABC):
+    """How the derivative of training is computed. Subclasses are frozen dataclasses: their fields are in the key of what is
+    compiled.
+
+    `run` trains by `hypergrad.run.forward.forward`, which runs over any range of steps, and gives an `Outcome` that JAX can
+    differentiate. One that reverses calls `hypergrad.adjoints.backward.reverse`, also over any range, from the state after
+    it to the state before it, and compares that with what it was.
+    """
+
+    exact: ClassVar[bool] = True  # whether the derivative is that of the whole run
+    fraction_bits: int | None = None  # of the grid of the parameters; None: by their dtype
+    isolate: bool | None = False  # whether gradients are compiled apart from their derivatives; None: where needed
+    buffer: str = "device"  # where lost digits go: "device", "host", "gmpy2"
+    driver_name: str | None = "scan"  # what repeats the step: "scan", "host", "host_eager"; None: whichever suits
+    progress: Callable[[str, int, int], Any] | None = None  # told by host drivers how far they are
+
+    @abc.abstractmethod
+    def run(self, run: Run, inputs: Inputs) -> Outcome: ...
+
+    @abc.abstractmethod
+    def cost(self, steps: int) -> Cost: ...

@@ -1,0 +1,193 @@
+"""Blocks: what one chain of links moves, one leaf of the parameters or several small ones side by side.
+
+Invariant: `block.split(block.join(leaves))` are the leaves of the block; all that is decided about a block is decided once,
+at set-up, and is part of its value.
+
+What costs by the piece (a kernel, its compilation, a schedule) costs once for leaves that lie side by side.
+"""
+
+import dataclasses
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import Jaxpr
+
+from hypergrad._isolation import only_products
+from hypergrad.exact import DEFERRED, DEFERRED_REFERENCE, HEADS, REFERENCE, Buffer, default_fraction_bits, known_numerator
+from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link, View
+from hypergrad.optimizers.expand import Field, Hypers, compute_dtype, concrete
+from hypergrad.optimizers.partition import Stack
+from hypergrad.schedules import PerStep
+
+
+LARGE = 1 / 8  # of all parameters: a leaf of more than that stays by itself, since every step copies those that do not
+WIDE_RANGE_BITS = 8  # sums of squares up to 2^22 for float32 parameters
+
+Floats = dict[str, Any]  # of one block: link -> array; also the tree of new statistics, by their name
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """What one chain moves; hashable."""
+
+    leaves: tuple[int, ...]  # of the parameters, or of the statistics, in the order in which they lie
+    shapes: tuple[tuple[int, ...], ...]
+    flat: bool  # whether they lie in one vector; else the block is one leaf and has its shape
+    entrywise: bool  # whether what becomes of an entry depends on no other
+    chain: tuple[Link, ...]
+    dtype: np.dtype  # of accumulators, updates and hyperparameters
+    leaf_dtype: np.dtype
+    fraction_bits: tuple[int, ...]  # of each link's grid
+    buffers: tuple[Buffer | None, ...]  # where the decay of each link keeps what it loses
+    words: tuple[int | None, ...]  # of each link's buffer, where the decay is known beforehand
+    isolated: tuple[bool, ...] = ()  # of each link, whether its increments are compiled apart from all else
+    reads: tuple[frozenset[str], ...] = ()  # of each link, the links whose values enter its increments
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(map(math.prod, self.shapes)),) if self.flat else self.shapes[0]
+
+    @property
+    def of_parameters(self) -> bool:
+        return self.chain[-1].name == PARAMS
+
+    def join(self, leaves: list[Any]) -> Any:
+        """All leaves of the tree -> the block's own as one array."""
+        return self.joined([leaves[i] for i in self.leaves])
+
+    def joined(self, own: list[Array]) -> Array:
+        return jnp.concatenate([x.reshape(-1) for x in own]) if self.flat else own[0]
+
+    def split(self, array: Array) -> list[Array]:
+        """The inverse of `joined`, and of what is computed entry by entry from what it made."""
+        if not self.flat:
+            return [array]
+        sizes = list(map(math.prod, self.shapes))
+        parts = [array] if len(sizes) == 1 else jax.lax.split(array, sizes)  # the transpose of a concatenation
+        return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def place(self, entry: Array) -> Array:
+        """Which of its leaves an entry lies in: int32 [] -> int32 []."""
+        ends = np.cumsum([math.prod(shape) for shape in self.shapes])[:-1]
+        return jnp.sum(entry >= ends, dtype=jnp.int32)
+
+    def increment(self, link: Link, h: Hypers, z: Floats, g: Array | None) -> Array:
+        """A pure function of floats, differentiated by every adjoint."""
+        assert link.increment is not None
+        args = (View(h, link.name), View(z, link.name))
+        return link.increment(*args) if link.name == PARAMS else link.increment(*args, g)
+
+    def traced(self, link: Link, h: Hypers, z: Floats) -> Jaxpr:
+        """The increment of a link as a program of the leaves of (h, what it may read, g)."""
+        others = {name: x for name, x in z.items() if name != link.name}
+        function = lambda h, z, g: self.increment(link, h, z, g)  # noqa: E731
+        return jax.make_jaxpr(function)(h, others, jax.ShapeDtypeStruct(self.shape, self.dtype)).jaxpr
+
+    def bits(self, link: Link) -> int:
+        return self.fraction_bits[self.chain.index(link)]
+
+    def buffer(self, link: Link) -> Buffer:
+        buffer = self.buffers[self.chain.index(link)]
+        assert buffer is not None, "of a link that decays"
+        return buffer
+
+
+def groups(stacks: list[Stack], fields: list[list[dict[str, Field]]], leaves: list[Array]) -> list[tuple[int, ...]]:
+    """Which leaves lie side by side: small ones of one dtype that share the rule and every hyperparameter, where it works
+    entry by entry."""
+    total = sum(x.size for x in leaves)
+    found: dict[Hashable, list[int]] = {}
+    for i, (stack, own, x) in enumerate(zip(stacks, fields, leaves, strict=True)):
+        alone = not stack.entrywise or x.size > LARGE * total
+        values = [_shared(field.values[i]) for layer in own for field in layer.values()]
+        key = (i if alone else None, x.dtype, tuple(layer.path for layer in stack.layers), *values)
+        found.setdefault(key, []).append(i)
+    return list(map(tuple, found.values()))
+
+
+def _shared(value: Any) -> Hashable:
+    """Equal for two leaves only if they have the same value, and one that says nothing of their shape."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    raw, scalar = (value.values, 1) if isinstance(value, PerStep) else (value, 0)
+    return id(value) if np.ndim(raw) == scalar else object()
+
+
+def block(
+    leaves: tuple[int, ...],
+    arrays: list[Array],
+    chain: tuple[Link, ...],
+    h: Hypers,
+    *,
+    entrywise: bool,
+    fraction_bits: int | None,
+    unbounded: bool,
+    words: tuple[int | None, ...],
+) -> Block:
+    """arrays: all leaves of the tree that the block is of."""
+    first = arrays[leaves[0]]
+    bits = default_fraction_bits(first.dtype) if fraction_bits is None else fraction_bits
+    return Block(
+        leaves,
+        tuple(arrays[i].shape for i in leaves),
+        entrywise,
+        entrywise,
+        chain,
+        compute_dtype(first),
+        np.dtype(first.dtype),
+        tuple(bits - WIDE_RANGE_BITS if link.wide else bits for link in chain),
+        tuple(_buffer(h[link.decay], unbounded) if link.decay else None for link in chain),
+        words,
+    )
+
+
+def decided(block: Block, h: Hypers, values: Floats) -> Block:
+    """The block with what its increments read, and which are isolated. h: of one step; values: of its links, and of the
+    statistics.
+
+    Nothing but products is rounded alike wherever it stands; all else is isolated. In float64 all is: no rounding to float32
+    parts an increment from the unit of its link, and XLA multiplies the constants of a product among themselves, which are
+    other ones in another program.
+    """
+    isolated, reads = [], []
+    for link in block.chain:
+        if link.increment is None:
+            isolated.append(False)
+            reads.append(frozenset())
+            continue
+        program = block.traced(link, h, values)
+        isolated.append(block.dtype == np.float64 or not only_products(program))
+        used = {id(x) for x in (*program.outvars, *(x for e in program.eqns for x in e.invars))}
+        of_h = len(jax.tree.leaves(h))
+        names = [name for name in sorted(values) if name != link.name for _ in jax.tree.leaves(values[name])]
+        inputs = program.invars[of_h : of_h + len(names)]
+        reads.append(frozenset(name for name, x in zip(names, inputs, strict=True) if id(x) in used))
+    return dataclasses.replace(block, isolated=tuple(isolated), reads=tuple(reads))
+
+
+def _buffer(rho: Any, unbounded: bool) -> Buffer:
+    """A decay that all entries of a block share can be deferred: [steps | 1, ...]."""
+    if rho.size == rho.shape[0]:
+        return DEFERRED_REFERENCE if unbounded else DEFERRED
+    return REFERENCE if unbounded else HEADS
+
+
+def known_words(link: Link, value: Any, leaf: Array, steps: int) -> int | None:
+    """Words of the buffer of a decay whose value is known, for one leaf, even if all else is traced; else None."""
+    if value is None or not concrete(value):
+        return None
+    with jax.ensure_compile_time_eval():
+        rho = np.asarray(value.values if isinstance(value, PerStep) else [value], compute_dtype(leaf))
+    n = known_numerator(rho, link.denominator)
+    least = n.reshape(n.shape[0], -1).min(axis=1, initial=link.denominator)
+    return _buffer(rho, unbounded=False).words_needed(np.broadcast_to(least, (steps,)), link.denominator)
+
+
+def statistics_in(blocks: tuple[Block, ...]) -> bool:
+    """Whether a rule reads what the running statistics have come to."""
+    return any(STATISTICS in reads for block in blocks for reads in block.reads if block.of_parameters)

@@ -1,0 +1,100 @@
+"""From an optimizer and parameters to blocks: which leaves lie side by side, what moves them, what they begin with.
+
+Invariant: the leaves of all blocks are all leaves, once each, in the order of their first.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+
+from hypergrad.optimizers.block import Block, Floats, block, groups, known_words
+from hypergrad.optimizers.chain import STATISTICS, Optimizer
+from hypergrad.optimizers.expand import (
+    Hypers,
+    broadcast_prefix,
+    compute_dtype,
+    expand,
+    fields_of,
+    prepared,
+    prepared_statistics,
+)
+from hypergrad.optimizers.initial import initial_values
+from hypergrad.optimizers.partition import Layer, layers_of, stacks_of
+from hypergrad.optimizers.statistics import MEANS, Statistics
+from hypergrad.optimizers.transform import Transform
+from hypergrad.optimizers.weights import weights_of
+
+
+class LaidOut(NamedTuple):
+    """An optimizer, laid out over the parameters."""
+
+    blocks: list[Block]
+    values: list[Floats]  # initial, of each block: link -> floats
+    h: list[Hypers]  # of each block
+    transforms: tuple[Transform, ...]  # in the order in which the gradient passes them
+    layers: tuple[Layer, ...]
+    names: list[dict[str, str]]  # of each leaf, what users call the fields of its rule
+
+
+def lay_out(
+    optimizer: Optimizer, params: Any, steps: int, state: Any, fraction_bits: int | None, unbounded: bool
+) -> LaidOut:
+    """state: as `hg.train` takes it. fraction_bits: of the grid of the parameters; None: by their dtypes. unbounded: whether
+    lost digits go to arbitrary-precision integers."""
+    paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
+    layers = layers_of(optimizer, params)
+    stacks = stacks_of(layers, len(leaves))
+    fields = {layer.path: fields_of(layer, params, weights_of(layer, state)) for layer in layers}
+    of_leaf = [[fields[layer.path] for layer in stack.layers] for stack in stacks]
+    lying = groups(stacks, of_leaf, list(leaves))
+    side_by_side = lambda b, parts: _joined(stacks[lying[b][0]].entrywise, parts)  # noqa: E731
+    values = initial_values(stacks, layers, lying, params, state, side_by_side)
+    blocks, h = [], []
+    for own, start in zip(lying, values, strict=True):
+        first, stack = own[0], stacks[own[0]]
+        path = jax.tree_util.keystr(paths[first])
+        expanded = expand(stack, of_leaf[first], first, path, leaves[first], steps, stack.entrywise)
+        hj, given = prepared(stack, expanded, steps)
+        if state is not None:
+            hj = stack.rule.optimizer.begin(hj, start)
+        rule_fields = of_leaf[first][-1]
+        words = tuple(
+            known_words(link, rule_fields[link.decay].values[first], leaves[first], steps) if link.decay in given else None
+            for link in stack.chain
+        )
+        options = {"entrywise": stack.entrywise, "fraction_bits": fraction_bits, "unbounded": unbounded, "words": words}
+        blocks.append(block(own, list(leaves), stack.chain, hj, **options))
+        h.append(hj)
+    names = [{key: field.name for key, field in own[-1].items()} for own in of_leaf]
+    return LaidOut(blocks, values, h, _transforms(layers, blocks), layers, names)
+
+
+def _joined(flat: bool, parts: list[Array]) -> Array:
+    return jax.numpy.concatenate([x.reshape(-1) for x in parts]) if flat else parts[0]
+
+
+def _transforms(layers: tuple[Layer, ...], blocks: list[Block]) -> tuple[Transform, ...]:
+    result = []
+    for layer in layers:
+        seen = tuple(j for j, own in enumerate(blocks) if own.leaves[0] in layer.leaves)
+        if not layer.is_rule and seen:
+            keys = tuple((field, layer.key(field)) for field in layer.optimizer.hyperparameters())
+            function = type(layer.optimizer).transform  # type: ignore[attr-defined]
+            result.append(Transform(type(layer.optimizer).__name__, function, keys, seen))
+    return tuple(result)
+
+
+def statistics_blocks(
+    statistics: Statistics, steps: int, fraction_bits: int | None, unbounded: bool
+) -> tuple[list[Block], list[Floats], list[Hypers]]:
+    """One block for each of the running statistics."""
+    leaves, rates = jax.tree.leaves(statistics.values), prepared_statistics(statistics, steps)
+    decays = broadcast_prefix("statistics.decay", statistics.decay, statistics.values, "the statistics")
+    blocks, values = [], []
+    for i, (leaf, h, decay) in enumerate(zip(leaves, rates, decays, strict=True)):
+        words = (known_words(MEANS, decay, leaf, steps),)
+        options: Any = {"entrywise": False, "fraction_bits": fraction_bits, "unbounded": unbounded, "words": words}
+        blocks.append(block((i,), leaves, (MEANS,), h, **options))
+        values.append({STATISTICS: leaf.astype(compute_dtype(leaf))})
+    return blocks, values, rates

@@ -1,0 +1,72 @@
+"""What else than links a run continues from: weights of means, such as Adam's bias corrections.
+
+Invariant: a run that is cut in two, the second given the weights of the first, is the run.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from hypergrad._programs import owned
+from hypergrad.optimizers.expand import per_step_leaves, ratio
+from hypergrad.optimizers.partition import Layer
+from hypergrad.schedules import PerStep
+
+
+def names_of(layers: tuple[Layer, ...]) -> list[str]:
+    """The entries that `state` may have for them."""
+    return list(dict.fromkeys(name for layer in layers if layer.is_rule for name in layer.optimizer.weights))
+
+
+def weights_of(layer: Layer, state: dict[str, Any] | None) -> dict[str, Any]:
+    """Those of a layer's rule that a run begins with: under its labels, where there are partitions around it."""
+    found = {}
+    for name in layer.optimizer.weights if layer.is_rule and state else ():
+        value = (state or {}).get(name)
+        for label in layer.labels:
+            value = None if value is None else value.get(label)
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def weights_after(layers: tuple[Layer, ...], state: dict[str, Any] | None, steps: int) -> dict[str, Any]:
+    """What they come to, of the form of their decays without steps."""
+    result: dict[str, Any] = {}
+    for layer in layers:
+        before = weights_of(layer, state)
+        for name, decay in layer.optimizer.weights.items() if layer.is_rule else ():
+            after = _after(layer, decay, before.get(name, 0.0), steps)
+            if not layer.labels:
+                result[name] = after
+                continue
+            place = result.setdefault(name, {})
+            for label in layer.labels[:-1]:
+                place = place.setdefault(label, {})
+            place[layer.labels[-1]] = after
+    return result
+
+
+def _after(layer: Layer, decay: str, before: Any, steps: int) -> Any:
+    is_leaf = lambda x: isinstance(x, PerStep) or x is None  # noqa: E731
+    link = next(link for link in layer.optimizer.chain if link.decay == decay)
+    rho = per_step_leaves(getattr(layer.optimizer, decay))
+    try:
+        before = jax.tree.broadcast(before, jax.tree.map(lambda _: 0, rho, is_leaf=is_leaf))
+    except ValueError:
+        rho = jax.tree.broadcast(rho, before, is_leaf=is_leaf)
+    return jax.tree.map(functools.partial(_weight, link, steps), rho, before, is_leaf=is_leaf)
+
+
+def _weight(link: Any, steps: int, rho: Any, before: Any) -> Array | None:
+    """before + (1 - before) (1 - the product of rho over the steps)."""
+    if rho is None:
+        return None
+    per_step = isinstance(rho, PerStep)
+    x = owned(rho.values if per_step else rho)
+    x = ratio(link, x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+    product = jnp.prod(x, axis=0) if per_step else x**steps
+    return before + (1 - before) * (1 - product)

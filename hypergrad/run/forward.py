@@ -1,0 +1,49 @@
+"""The forward pass: training itself, and what it must keep to be undone.
+
+Invariant: the gradient of each step is computed apart from all else, as `hypergrad.adjoints` computes it again.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from hypergrad.run.drivers import Pause
+from hypergrad.run.fingerprints import print_of
+from hypergrad.run.spec import Inputs, Run, join_steps, split
+from hypergrad.run.step import Entries, State, parameters, step
+from hypergrad.run.underflow import sizes
+
+
+class Seen(NamedTuple):
+    """What a pass sees on its way, and the other must see again."""
+
+    losses: Array  # [steps]
+    batches: Array | None  # their prints, uint64 [steps]; None where they are functions of t for certain
+
+
+def forward(
+    run: Run, inputs: Inputs, state: State, entries: Entries, pause: Pause | None = None
+) -> tuple[State, Seen, Array]:
+    """Train: `step` for t = 0..steps-1 from `state`; also `sizes` of gradients. Call it inside `jax.enable_x64(True)`."""
+    constant, stepped = run.outside_loop(split, inputs.h)
+    gradient = run.maybe_jit(run.gradient)
+
+    def body(consts: Any, state: State, x: Any) -> tuple[State, tuple[Seen, Array]]:
+        state, seen, g = train_step(run, gradient, consts, state, x)
+        return state, (seen, sizes(x[0], g))
+
+    xs = (jnp.arange(run.steps, dtype=jnp.int32), stepped, entries)
+    end, (seen, of_gradients) = run.loop(body, (constant, inputs.theta, inputs.frozen), state, xs, pause=pause)
+    return end, seen, of_gradients
+
+
+def train_step(run: Run, gradient: Callable[..., Any], consts: Any, state: State, x: Any) -> tuple[State, Seen, list[Array]]:
+    """The signals at the present parameters, then `step`; also the gradient."""
+    (constant, theta, frozen), (t, stepped, entries) = consts, x
+    w, batch = parameters(run, t, state), run.batch(frozen, t)
+    value, g, statistics = run.isolated_gradient(gradient, t, w, theta, frozen, batch)
+    signals = run.signals(g, statistics, run.more_signals(t, w, theta, frozen, batch))
+    state = step(run, t, state, join_steps(constant, stepped), entries, signals)
+    return state, Seen(value, None if run.functions.sure else print_of(batch)), g

@@ -1,0 +1,81 @@
+"""The user's functions as the programs that they trace to, when training is entered and under the user's settings.
+
+Invariant: nothing of a function itself decides anything later. Two that compute the same are the same here; one that reads
+something else today than yesterday, or has another derivative rule, is another.
+"""
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+
+from hypergrad._programs import Program
+
+
+class Frozen(NamedTuple):
+    """What flows through a run and is never differentiated."""
+
+    theta: list[Any]  # theta's leaves that are not float
+    loss: list[Any]  # what the loss closes over
+    signals: list[Any]  # what the functions of an optimizer's signals close over
+    batch: list[Any]  # what the function of batches closes over
+    batches: list[Any]  # its leaves: last, as a host driver takes them in anew at every step
+
+
+@dataclasses.dataclass(frozen=True)
+class Signals:
+    """What an optimizer's links see beside the gradient."""
+
+    names: tuple[str, ...]
+    program: Program  # (w, theta, theta's other leaves, batch, key) -> {name: [leaf like w]}
+    captured: tuple[int | None, ...]  # of each constant: its place among the loss's that are in theta; None: it is frozen
+
+    def bare(self) -> "Signals":
+        return dataclasses.replace(self, program=self.program.bare())
+
+
+@dataclasses.dataclass(frozen=True)
+class Functions:
+    """What a step asks of the user."""
+
+    batch: Program  # (batches, t) -> the arrays of a batch
+    loss: Program  # (w, theta, theta's other leaves, batch) -> [loss, *batch statistics]
+    traced: tuple[bool, ...]  # of each constant of the loss: whether it is float and was traced; such a one is among theta
+    rules: Hashable  # what the loss's own derivative rules compute; None: it has none
+    symmetric: bool  # whether the gradient's Jacobian is, for certain
+    narrow: bool  # whether the loss computes in floats of fewer exponents than float32
+    sure: bool  # whether batches are functions of t for certain: no Python runs in them
+    collective: bool  # whether they speak of an axis that a `jax.vmap` around the run has named
+    signals: Signals | None = None
+
+    def batch_at(self, frozen: Frozen, t: Array) -> list[Any]:
+        return self.batch(frozen.batch, frozen.batches, t)
+
+    def loss_at(self, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]) -> list[Array]:
+        """[loss, *batch statistics]."""
+        given, captured = self._split(theta)
+        others, from_theta = iter(frozen.loss), iter(captured)
+        constants = [next(from_theta if traced else others) for traced in self.traced]
+        return jax.tree.leaves(self.loss(constants, w, given, frozen.theta, batch))
+
+    def signals_at(
+        self, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any], key: Array
+    ) -> dict[str, list[Array]]:
+        """{name: [like w]}."""
+        assert self.signals is not None
+        given, captured = self._split(theta)
+        others = iter(frozen.signals)
+        constants = [next(others) if place is None else captured[place] for place in self.signals.captured]
+        return self.signals.program(constants, w, given, frozen.theta, batch, key)
+
+    def _split(self, theta: list[Array]) -> tuple[list[Array], list[Array]]:
+        """theta as it was given, and what the loss captured."""
+        given = len(theta) - sum(self.traced)
+        return theta[:given], theta[given:]
+
+    def bare(self) -> "Functions":
+        """An equal one without the programs themselves, to be found by."""
+        signals = None if self.signals is None else self.signals.bare()
+        return dataclasses.replace(self, batch=self.batch.bare(), loss=self.loss.bare(), signals=signals)

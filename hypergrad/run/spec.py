@@ -1,0 +1,240 @@
+"""A training run as data: what is fixed (`Run`, hashable) and what flows (`Inputs`, a pytree of arrays).
+
+Invariant: `Run.batch` is one function of t, and `Run.gradient` one of (parameters, theta, batch), in every pass.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from hypergrad import _programs as programs
+from hypergrad._isolation import barrier, isolated
+from hypergrad.batches import HostBatches
+from hypergrad.exact import Schedule
+from hypergrad.optimizers.block import Block, Floats
+from hypergrad.optimizers.chain import GRADIENT, STATISTICS
+from hypergrad.optimizers.expand import Hypers, link_numerators
+from hypergrad.optimizers.transform import Transform
+from hypergrad.run import drivers
+from hypergrad.run.functions import Frozen, Functions
+from hypergrad.run.pieces import alone
+
+
+class Inputs(NamedTuple):
+    """Everything a run computes with."""
+
+    values: list[Floats]  # of each block: link -> initial floats
+    h: list[Hypers]  # of each block: {name: [steps | 1, ...]}
+    theta: list[Array]  # float leaves, and what the loss reads from outside and somebody may differentiate
+    frozen: Frozen  # all other arrays: never differentiated
+
+
+class Labels(NamedTuple):
+    """Names for errors."""
+
+    places: tuple[str, ...]  # of every block, link and leaf; then the decay of every block and link
+    limits: tuple[float, ...]  # of each place: the range of the value, the largest that the decay can be
+    frozen: tuple[str, ...]  # of the leaves of `Inputs.frozen`
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Everything a run is compiled for."""
+
+    functions: Functions
+    blocks: tuple[Block, ...]  # of the parameters, then of the running statistics
+    transforms: tuple[Transform, ...]  # what the gradient passes before the chains see it
+    steps: int
+    driver: str  # "scan", "host", "host_eager", or "either": the host where values are known, else the scan
+    x64: bool  # the caller's setting: the user's functions run under it
+    labels: Labels
+    throw: bool
+    linear: bool  # whether the gradient enters all chains linearly: its cotangent is then known before it is
+    isolate: bool  # whether the gradient is compiled apart from its derivative on the way back, too
+    foreign: Hashable = None  # what the functions of rules that are not the library's compute today
+    collective: bool = False  # whether these speak of an axis that a `jax.vmap` around the run has named
+    statistics_tree: Any = None  # of the statistics, as a rule reads them
+    watch: str = ""  # what else the reverse pass gives of each step: "norms" of its cotangents, prints of its "states"
+    source: HostBatches | None = None  # of batches that Python loads, for host drivers
+    progress: drivers.Progress | None = None  # told by host drivers how far they are
+    offload: bool = False  # whether spilled words go to host memory
+    retries: bool = False  # whether a reverse pass that fails is tried again with gradients apart
+
+    @property
+    def parameters(self) -> range:
+        """The blocks that the optimizer moves."""
+        return range(sum(block.of_parameters for block in self.blocks))
+
+    @property
+    def statistics(self) -> range:
+        """The others."""
+        return range(len(self.parameters), len(self.blocks))
+
+    @property
+    def of_parameters(self) -> tuple[Block, ...]:
+        return self.blocks[: len(self.parameters)]
+
+    def isolated(self) -> "Run":
+        """The same run, its gradients compiled apart from their derivatives on the way back too."""
+        return dataclasses.replace(self, isolate=True)
+
+    def bare(self) -> "Run":
+        """An equal one that keeps nothing of the user's, to be found by."""
+        return dataclasses.replace(self, functions=programs.bare(self.functions), source=None, progress=None)
+
+    def split(self, arrays: list[Array]) -> list[Array]:
+        """One array per block of the parameters -> leaf by leaf. The inverse of `joined`."""
+        parts = {
+            i: x
+            for block, a in zip(self.of_parameters, arrays, strict=True)
+            for i, x in zip(block.leaves, block.split(a), strict=True)
+        }
+        return [parts[i] for i in range(len(parts))]
+
+    def joined(self, t: Array, leaves: list[Array]) -> list[Array]:
+        """The inverse of `split`, in the accumulators' dtypes. What lies side by side is isolated: XLA would fuse the copy
+        with what makes a gradient, and not alike in all passes."""
+        result = []
+        for block in self.of_parameters:
+            own = [leaves[i] for i in block.leaves]
+            x = isolated(t, block.joined, own) if len(own) > 1 else block.joined(own)
+            result.append(x.astype(block.dtype))
+        return result
+
+    def statistics_tree_of(self, leaves: list[Array]) -> Any:
+        """As the user has them."""
+        return jax.tree.unflatten(self.statistics_tree, leaves)
+
+    def transformed(self, h: list[Hypers], w: list[Array], g: list[Array]) -> list[Array]:
+        """The gradient as the chains see it: a pure function of floats over all blocks of the parameters, differentiated by
+        every adjoint."""
+        g = [x.astype(block.dtype) for x, block in zip(g, self.of_parameters, strict=True)]
+        for transform in self.transforms:
+            g = transform(h, w, g)
+        return g
+
+    def batch(self, frozen: Frozen, t: Array, apart: bool = True) -> list[Any]:
+        """The arrays of step t's batch, bit for bit the same in every pass."""
+
+        def arrays(frozen: Frozen, t: Array) -> list[Any]:
+            with jax.enable_x64(self.x64):
+                return self.functions.batch_at(frozen, t)
+
+        return isolated(t, arrays, frozen, t) if apart else arrays(frozen, t)
+
+    def value(self, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]) -> tuple[Array, list[Array]]:
+        """(loss, batch statistics)."""
+        with jax.enable_x64(self.x64):
+            value, *seen = self.functions.loss_at(w, theta, frozen, batch)
+            dtypes = [self.blocks[j].dtype for j in self.statistics]
+            return value, [jnp.asarray(x).astype(dtype) for x, dtype in zip(seen, dtypes, strict=True)]
+
+    def gradient(
+        self, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]
+    ) -> tuple[Array, list[Array], list[Array]]:
+        """(loss, gradient in w, batch statistics), the last two bit for bit the same in every pass: if all are used."""
+        with jax.enable_x64(self.x64):
+            (value, seen), g = jax.value_and_grad(self.value, has_aux=True)(w, theta, frozen, batch)
+        return value, *barrier((g, seen))
+
+    def isolated_gradient(
+        self, gradient: Callable[..., Any], t: Array, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]
+    ) -> tuple[Array, list[Array], list[Array]]:
+        """(loss, `joined` gradient, batch statistics) as training computes them: compiled apart from what surrounds them."""
+        apart = alone(gradient) if self.driver == "host" else functools.partial(isolated, t, gradient)
+        value, g, seen = apart(w, theta, frozen, batch)
+        return value, self.joined(t, g), seen
+
+    def more_signals(
+        self, t: Array, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]
+    ) -> dict[str, list[Array]]:
+        """{name: [array of each block of the parameters]}: what links ask for beside the gradient."""
+        if self.functions.signals is None:
+            return {}
+
+        def compute(t: Array, *args: Any) -> dict[str, list[Array]]:
+            with jax.enable_x64(self.x64):
+                return self.functions.signals_at(*args, jax.random.fold_in(jax.random.key(0), t))
+
+        found = isolated(t, compute, t, w, theta, frozen, batch)
+        return {name: self.joined(t, leaves) for name, leaves in found.items()}
+
+    def signals(self, g: list[Array], seen: list[Array], more: dict[str, list[Array]]) -> list[dict[str, Array]]:
+        """Of each block, what its links see: {signal: array}."""
+        of_parameters = [{GRADIENT: x, **{name: arrays[j] for name, arrays in more.items()}} for j, x in enumerate(g)]
+        return of_parameters + [{STATISTICS: x} for x in seen]
+
+    def loop(
+        self, body: drivers.Body, consts: Any, carry: Any, xs: Any, reverse: bool = False, pause: drivers.Pause | None = None
+    ) -> tuple[Any, Any]:
+        """The body over all steps of xs = (t, ...): a function of (consts, carry, x) that closes over nothing but what the
+        run fixes."""
+        if self.driver == "scan":
+            return drivers.scan(body, consts, carry, xs, reverse)
+        feed, fed = None, 0
+        if self.source is not None:
+            feed, fed = functools.partial(self.source.leaves, steps=self.steps), len(self.source.like)
+        between = drivers.Between(feed, fed, pause or drivers.Pause(), self.progress)
+        if self.driver == "host":
+            return drivers.host(body, (body.__code__, self.bare()), consts, carry, xs, reverse, between)
+        return drivers.host_eager(body, consts, carry, xs, reverse, between)
+
+    def outside_loop(self, function: Callable[..., Any], *args: Any, static: tuple[Any, ...] = ()) -> Any:
+        """function(run, *static, *args), which calls no function of the user: one program where Python runs the loop."""
+        if self.driver != "host":
+            return function(self, *static, *args)
+        shell = dataclasses.replace(self, functions=None, source=None, progress=None)  # type: ignore[arg-type]
+        return programs.call(function, (shell, *static), *args)
+
+    def maybe_jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Jit what the driver leaves in Python, so that both directions run the same programs."""
+        return eqx.filter_jit(function) if self.driver == "host_eager" else function
+
+
+def schedules(run: Run, h: list[Hypers]) -> list[dict[str, Schedule]]:
+    """When each buffer spills: of each block, by decaying link."""
+    return [
+        {
+            link.name: block.buffer(link).schedule(link_numerators(link, own, run.steps), link.denominator)
+            for link in block.chain
+            if link.decay
+        }
+        for block, own in zip(run.blocks, h, strict=True)
+    ]
+
+
+def entries_of(plan: list[dict[str, Schedule]]) -> list[dict[str, Any]]:
+    """Of all steps, with a leading axis."""
+    return [{name: schedule.entries for name, schedule in own.items()} for own in plan]
+
+
+def split_steps(h: list[Hypers], steps: int) -> tuple[list[Hypers], list[Hypers]]:
+    """(constant, per step): the step axis dropped from the first, scanned over in the second; scalars squeezed."""
+    constant = [{k: _squeezed(x[0]) for k, x in own.items() if x.shape[0] != steps} for own in h]
+    stepped = [{k: jax.vmap(_squeezed)(x) for k, x in own.items() if x.shape[0] == steps} for own in h]
+    return constant, stepped
+
+
+def one_step(h: list[Hypers], steps: int) -> list[Hypers]:
+    """The hyperparameters of the first step."""
+    constant, stepped = split_steps(h, steps)
+    return join_steps(constant, jax.tree.map(lambda x: x[0], stepped))
+
+
+def split(run: Run, h: list[Hypers]) -> tuple[list[Hypers], list[Hypers]]:
+    """`split_steps`, for `Run.outside_loop`."""
+    return split_steps(h, run.steps)
+
+
+def join_steps(constant: list[Hypers], stepped: list[Hypers]) -> list[Hypers]:
+    return [{**c, **s} for c, s in zip(constant, stepped, strict=True)]
+
+
+def _squeezed(x: Array) -> Array:
+    return x.reshape(()) if x.size == 1 else x

@@ -1,0 +1,150 @@
+"""How a run went: what its last values, losses, decays and words say, as one `Status`.
+
+Invariant: what went wrong first is what is told, whichever adjoint ran.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from hypergrad.errors import BUFFER_FULL, DECAY, NON_FINITE, OK, RANGE, Status
+from hypergrad.exact import PUBLIC_WORD_BITS, STEPS, WORD_BITS, Schedule
+from hypergrad.optimizers.block import Floats
+from hypergrad.optimizers.chain import PARAMS
+from hypergrad.optimizers.expand import Hypers, first_bad_decay, first_true
+from hypergrad.run.spec import Run
+from hypergrad.run.step import State
+from hypergrad.run.underflow import Underflow, underflow
+
+
+Plan = list[dict[str, Schedule]]
+Capacity = tuple[tuple[int | None, ...], ...]  # words of the buffer of each block and link; None: nothing is kept
+
+
+class Outcome(NamedTuple):
+    """What every adjoint returns: final floats of all links, losses [steps], and how it went."""
+
+    values: list[Floats]  # of each block
+    losses: Array
+    status: Status
+
+
+def nothing_kept(run: Run) -> Capacity:
+    return tuple((None,) * len(block.chain) for block in run.blocks)
+
+
+def places_of(run: Run) -> list[list[int]]:
+    """Of each block and link, where its leaves begin in `Labels.places`."""
+    result, before = [], 0
+    for block in run.blocks:
+        result.append([before + k * len(block.leaves) for k in range(len(block.chain))])
+        before += len(block.chain) * len(block.leaves)
+    return result
+
+
+def assess(
+    run: Run,
+    values: list[Floats],
+    h: list[Hypers],
+    plan: Plan,
+    end: State,
+    losses: Array,
+    capacity: Capacity,
+    sizes: Array | None = None,
+) -> Status:
+    """The first thing that went wrong, or OK. Call it inside `jax.enable_x64(True)`. sizes: of gradients, as
+    `hypergrad.run.underflow` takes them."""
+    found = [_decays(run, h), _values(run, end, losses), _words(run, plan, capacity)]
+    code, step, place, value = functools.reduce(_first, [x for x in found if x is not None])
+    bits, ideal = _bits(run, values, h, plan)
+    words = -(-most_words(plan) * WORD_BITS // PUBLIC_WORD_BITS)
+    small = Underflow(jnp.int32(-1), jnp.float32(0))
+    if sizes is not None:
+        small = underflow(run, values, h, end, sizes, places_of(run))
+    as_int = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
+    as_float = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
+    return Status(
+        as_int(code), as_int(step), as_int(place), as_float(value), words, as_float(bits), as_float(ideal),
+        run.labels.places, run.labels.limits, jnp.bool_(False), *small, jnp.float32(0),
+    )  # fmt: skip
+
+
+class Found(NamedTuple):
+    """What one check says."""
+
+    code: Any
+    step: Any = -1
+    place: Any = -1
+    value: Any = 0.0
+
+
+def _first(x: Found, y: Found) -> Found:
+    """x if it found something, else y."""
+    return Found(*(jnp.where(x.code != OK, a, b) for a, b in zip(x, y, strict=True)))
+
+
+def _decays(run: Run, h: list[Hypers]) -> Found | None:
+    """The last decay out of its interval; None if all were known, and looked at, when the program was built."""
+    found = None
+    rows = [
+        (link, words, own)
+        for b, own in zip(run.blocks, h, strict=True)
+        for link, words in zip(b.chain, b.words, strict=True)
+    ]
+    for index, (link, words, own) in enumerate(rows, len(run.labels.places) - len(rows)):
+        if link.decay and words is None:
+            bad, step, value = first_bad_decay(link, own)
+            found = _first(Found(jnp.where(bad, DECAY, OK), step, index, value), found or Found(OK))
+    return found
+
+
+def _values(run: Run, end: State, losses: Array) -> Found:
+    """The first value that left its grid, or loss that is no number: at one step the value, as losses come of values."""
+    found, places = [], []
+    for block, slots, first in zip(run.blocks, end, places_of(run), strict=True):
+        for link, place in zip(block.chain, first, strict=True):
+            found.append(slots[link.name].value.first_overflow())
+            places.append(place + block.place(found[-1].entry))
+    steps = jnp.stack([overflow.step for overflow in found])
+    first = jax.lax.argmin(steps, 0, jnp.int32)
+    step, value = steps[first], jnp.stack([overflow.magnitude for overflow in found])[first]
+    code = jnp.where(step == STEPS, OK, jnp.where(jnp.isfinite(value), RANGE, NON_FINITE))
+    bad = first_true(~jnp.isfinite(losses))
+    of_loss = ~jnp.isfinite(losses[bad]) & (bad < step)
+    return Found(
+        jnp.where(of_loss, NON_FINITE, code),
+        jnp.where(of_loss, bad, step),
+        jnp.where(of_loss, -1, jnp.stack(places)[first]),
+        jnp.where(of_loss, losses[bad].astype(jnp.float32), value),
+    )
+
+
+def _words(run: Run, plan: Plan, capacity: Capacity) -> Found:
+    full = jnp.bool_(False)
+    for block, own, rooms in zip(run.blocks, plan, capacity, strict=True):
+        for link, room in zip(block.chain, rooms, strict=True):
+            if link.name in own and room is not None:
+                full |= own[link.name].words > room
+    return Found(jnp.where(full, BUFFER_FULL, OK))
+
+
+def most_words(plan: Plan) -> Array:
+    words = [schedule.words for own in plan for schedule in own.values()]
+    return jnp.stack(words).max() if words else jnp.int32(0)
+
+
+def _bits(run: Run, values: list[Floats], h: list[Hypers], plan: Plan) -> tuple[Any, Any]:
+    """Per parameter and step, over all that decays: kept (words, and what waits to become one), log2(1/rho)."""
+    stored = ideal = jnp.float32(0)
+    parameters = sum(values[j][PARAMS].size for j in run.parameters) or 1
+    for block, x, rates, own in zip(run.blocks, values, h, plan, strict=True):
+        for link in block.chain:
+            if link.decay:
+                weight = x[link.name].size / parameters
+                rho, schedule = rates[link.decay].astype(jnp.float32), own[link.name]
+                stored += weight * (WORD_BITS * schedule.words + schedule.residual_bits) / run.steps
+                ideal += weight * jnp.mean(-jnp.log2(rho))
+    return stored, ideal

@@ -1,0 +1,81 @@
+"""Whether a run is too small for its grid: updates of so few quanta that rounding shows.
+
+Invariant: what is too large for the grid is an error of its own (`hypergrad.run.status`); this is its other end, a warning.
+
+The gradient's largest entry is looked at in steps 0, 1, 2, 4, 8, ...; what a link makes of it is then compared with the
+link's quantum. A block counts if it moves by more than a thousandth of itself, or if all blocks that have a gradient are so
+small: many networks have leaves whose gradient is nothing but rounding, a bias before a normalization for one.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from hypergrad._isolation import behind_branch
+from hypergrad.exact import LOW_BITS, WORD_BITS
+from hypergrad.optimizers.block import Block, Floats
+from hypergrad.optimizers.chain import GRADIENT, PARAMS, Link
+from hypergrad.optimizers.expand import Hypers
+from hypergrad.run.spec import Run, join_steps, split_steps
+from hypergrad.run.step import State, readable, seen_outside
+
+
+ENOUGH = 2.0**10  # quanta
+
+
+class Underflow(NamedTuple):
+    """The place whose largest update is of the fewest quanta, if these are fewer than `ENOUGH`."""
+
+    place: Array  # int32; -1 if there is none
+    quanta: Array  # float32
+
+
+def sizes(t: Array, g: list[Array]) -> Array:
+    """|g|, the largest of each block, at some steps; else 0: float32 [blocks]."""
+    return behind_branch((t & (t - 1)) == 0, largest, g)
+
+
+def underflow(
+    run: Run, values: list[Floats], h: list[Hypers], end: State, seen: Array, places: list[list[int]]
+) -> Underflow:
+    """seen: `sizes` of all steps, [steps, blocks]; places: of each block and link, the index of its first leaf."""
+    found = seen.max(axis=0)
+    constant, stepped = split_steps(h, run.steps)
+    middle = join_steps(constant, jax.tree.map(lambda x: x[run.steps // 2], stepped))
+    last = [seen_outside(b, b.chain[-1], end[j]) for j, b in enumerate(run.of_parameters)]
+    start = [values[j][PARAMS] for j in run.parameters]
+    first, moved = largest(start), largest([a - b for a, b in zip(last, start, strict=True)])
+    updates: list[Any] = []
+    which: list[tuple[int, int]] = []  # (block, place)
+    for j, block in enumerate(run.of_parameters):
+        for link, place in zip(block.chain[:-1], places[j], strict=False):
+            if link.signal != GRADIENT or link.increment is None:
+                continue
+            filled = jnp.full(block.shape, found[j], block.dtype)
+            update = block.increment(link, middle[j], readable(run, j, link, end), filled)
+            updates.append(largest([update])[0] / quantum(block, link))
+            which.append((j, place))
+    owners = np.asarray([j for j, _ in which])
+    update = jnp.stack(updates)
+    few = (update < ENOUGH) & (update > 0)  # a learning rate of 0 moves nothing, and means it
+    any_few = jnp.stack([few[owners == j].any() for j in range(len(first))])
+    counts = few & ((first > 0) & (moved > first / ENOUGH) | (any_few | (found == 0)).all())[owners]
+    size = jnp.maximum(first, largest(last)) / jnp.asarray([quantum(b, b.chain[-1]) for b in run.of_parameters], jnp.float32)
+    quanta = jnp.concatenate([update, size])
+    counts = jnp.concatenate([counts, (size < ENOUGH) & (first > 0)])
+    index = jax.lax.argmin(jnp.where(counts, quanta, jnp.inf), 0, jnp.int32)
+    all_places = jnp.asarray([place for _, place in which] + [places[j][-1] for j in run.parameters], jnp.int32)
+    return Underflow(jnp.where(counts.any(), all_places[index], -1), jnp.where(counts.any(), quanta[index], 0))
+
+
+def largest(leaves: list[Array]) -> Array:
+    """|x|, the largest of each: float32 [leaves]."""
+    return jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in leaves])
+
+
+def quantum(block: Block, link: Link) -> float:
+    """What values of a link are rounded to at worst."""
+    return 2.0 ** ((WORD_BITS if link.decay else 0) - (LOW_BITS if link.wide else 0) - block.bits(link))
