@@ -77,7 +77,8 @@ def trace(
     arguments = leaves, theta_floats, theta_others, batch.out
     program, of_loss = programs.trace(value, *arguments)
     captured = tuple(isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact) for x in of_loss)
-    of_signals, held_by_signals = None, []
+    of_signals: Signals | None = None
+    held_by_signals: list[Any] = []
     if signals:
         of_signals, held_by_signals = _signals(more, (*arguments, _KEY), tuple(signals), of_loss, captured)
     functions = Functions(
@@ -94,7 +95,7 @@ def trace(
     floats = [*theta_floats, *(x for x, traced in zip(of_loss, captured, strict=True) if traced)]
     untraced = [x for x, traced in zip(of_loss, captured, strict=True) if not traced]
     kept = [[programs.owned(x) for x in xs] for xs in (untraced, held_by_signals, of_batch)]
-    frozen = Frozen(theta_others, *kept, batch_leaves)
+    frozen = Frozen(theta_others, kept[0], kept[1], kept[2], batch_leaves)
     names = (
         *_paths("theta", theta, lambda x: eqx.is_array(x) and not eqx.is_inexact_array(x)),
         *("what the loss closes over" for _ in untraced),
@@ -114,7 +115,7 @@ def _signals(
     """What links see beside the gradient, and the constants of it that are not among the loss's."""
     program, constants = programs.trace(function, *arguments)
     if any(map(own_rule, equations(program.jaxpr))):
-        program = Program(program.jaxpr, _Fresh(), program.out)  # type: ignore[arg-type]  its rules are no part of its key
+        program = Program(program.jaxpr, Key((object(),)), program.out)  # never the same again: rules are no part of a key
     floats = [x for x, traced in zip(of_loss, captured, strict=True) if traced]
     places = [next((i for i, y in enumerate(floats) if x is y), None) for x in constants]
     rest = [x for x, place in zip(constants, places, strict=True) if place is None]
@@ -125,10 +126,6 @@ def _signals(
                 "part of theta, or of the parameters."
             )
     return Signals(names, program, tuple(places)), rest
-
-
-class _Fresh:
-    """A key that is never the same again."""
 
 
 def _split(tree: Any, chosen: Callable[[Any], bool]) -> tuple[tuple[list[Any], list[Any]], Callable[..., Any]]:

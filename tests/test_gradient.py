@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import hypergrad as hg
-from hypergrad.exact import behind_branch
+from hypergrad._isolation import behind_branch
 
 
 ROWS = np.random.default_rng(0).normal(size=(4, 8, 6))

@@ -18,7 +18,7 @@ import hypergrad as hg
 from hypergrad import _programs as programs
 from hypergrad._train import set_up
 from hypergrad.adjoints import passes
-from hypergrad.loop import shelf
+from hypergrad.run import offload
 
 
 def key_of(function, *args):
@@ -212,8 +212,8 @@ def test_words_on_the_host_come_back(kind):
 
 
 def test_a_word_that_was_lost_on_the_host_is_noticed(monkeypatch):
-    rows = shelf._row
-    monkeypatch.setattr(shelf, "_row", lambda stack, row: rows(stack, row) ^ 1)
+    rows = offload._row
+    monkeypatch.setattr(offload, "_row", lambda stack, row: rows(stack, row) ^ 1)
     with fails(hg.ReversalError, "velocity['w']"):
         optimizer, steps = SPILLING["sgd"]
         jax.grad(lambda p: final(params=p, optimizer=optimizer, steps=steps, adjoint=hg.Reversible(buffer="host")))(PARAMS)

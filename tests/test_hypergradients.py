@@ -13,8 +13,8 @@ from jax import monitoring
 from problems import network
 
 import hypergrad as hg
+from hypergrad._isolation import isolated
 from hypergrad.adjoints import backward, link
-from hypergrad.loop.step import isolated
 
 
 STEPS = 16

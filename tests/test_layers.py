@@ -16,12 +16,23 @@ PACKAGE = pathlib.Path(hg.__file__).parent
 EXPERIMENTS = PACKAGE.parent / "experiments"
 
 # Importable by all of the rooms; themselves they import only each other and `exact`.
-GROUND = {"_forms", "_program_keys", "_programs", "_settings", "errors", "hypers", "schedules", "batches", "_report"}
+GROUND = {
+    "_forms",
+    "_isolation",
+    "_program_keys",
+    "_programs",
+    "_settings",
+    "errors",
+    "hypers",
+    "schedules",
+    "batches",
+    "_report",
+}
 # Left to right: a room imports from its own and from rooms to its left.
 ROOMS = [
     {"exact"},
     {"optimizers"},
-    {"loop"},
+    {"run"},
     {"adjoints"},
     {"_closures", "_door", "_own_rules", "_trace", "_train", "_check", "_inverse"},
     {"_safe_files", "_arrays", "_folder_owner"},
@@ -36,7 +47,7 @@ PLACE = {name: place for place, room in enumerate(ROOMS) for name in room}
 PUBLIC = {
     "train", "Trained", "Statistics", "PerStep", "minibatches", "stacked", "full_batch", "host_batches",
     "SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad",
-    "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "Reversible", "Unrolled", "Checkpointed",
+    "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "partition", "Reversible", "Unrolled", "Checkpointed",
     "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots",
     "hypergradient", "optimize", "restarts", "compiler_options", "Result", "MetaStep", "callbacks",
     "check_reversal", "Certificate", "testing", "plots", "studies",
@@ -50,7 +61,7 @@ def modules(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def imported(path: pathlib.Path) -> list[str]:
-    """Every module that a file imports, also inside functions: `hypergrad.loop.step`, `hypergrad`, `jax.numpy`, ..."""
+    """Every module that a file imports, also inside functions: `hypergrad.run.step`, `hypergrad`, `jax.numpy`, ..."""
     names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -69,7 +80,7 @@ def is_module(name: str) -> bool:
 
 
 def room(module: str) -> str:
-    """`hypergrad.loop.step` -> `loop`."""
+    """`hypergrad.run.step` -> `run`."""
     return module.split(".")[1] if "." in module else module
 
 

@@ -13,26 +13,42 @@ from hypothesis import strategies as st
 
 import hypergrad as hg
 from hypergrad.optimizers import Link, Optimizer
-from hypergrad.optimizers.expand import layout_of
-from hypergrad.optimizers.layout import together
+from hypergrad.optimizers.block import Block
+from hypergrad.optimizers.lay_out import lay_out
+from hypergrad.optimizers.partition import layers_of
 
 
 STEPS = 6
 
 
-@given(st.lists(st.tuples(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4), st.integers(0, 2)), max_size=6))
+def blocks_of(optimizer: Optimizer, params: Any) -> list[Block]:
+    return lay_out(optimizer, params, STEPS, None, None, unbounded=False).blocks
+
+
+def groups_of(optimizer: Optimizer, params: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(block.leaves for block in blocks_of(optimizer, params))
+
+
+@given(
+    st.lists(
+        st.tuples(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4), st.integers(0, 2)),
+        min_size=1,
+        max_size=6,
+    )
+)
 @settings(deadline=None, max_examples=50)
 def test_split_undoes_join(leaves: list[tuple[tuple[int, ...], int]]) -> None:
-    layout = together([shape for shape, _ in leaves], [key for _, key in leaves])
     values = [
-        jnp.asarray(np.arange(np.prod(shape, dtype=int)).reshape(shape) + 100 * i) for i, (shape, _) in enumerate(leaves)
+        jnp.asarray(np.arange(np.prod(shape, dtype=int)).reshape(shape) + 100.0 * i) for i, (shape, _) in enumerate(leaves)
     ]
-    vectors = layout.join(values)
-    assert all(x.ndim == 1 for x in vectors)
-    for x, y in zip(values, layout.split(vectors), strict=True):
-        np.testing.assert_array_equal(x, y)
-    for x, y in zip(vectors, layout.join(layout.split(vectors)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    blocks = blocks_of(hg.SGD([float(1 + key) for _, key in leaves]), values)
+    assert sorted(i for block in blocks for i in block.leaves) == list(range(len(leaves)))
+    for block in blocks:
+        vector = block.join(values)
+        assert vector.shape == block.shape and vector.ndim == 1
+        for i, x in zip(block.leaves, block.split(vector), strict=True):
+            np.testing.assert_array_equal(x, values[i])
+        np.testing.assert_array_equal(block.joined(block.split(vector)), vector)
 
 
 WEIGHTS = {"a": jnp.ones(3), "b": jnp.ones((40, 40)), "c": jnp.ones((2, 5)), "d": jnp.ones(())}
@@ -62,17 +78,17 @@ class Separate(hg.SGD):
     ],
 )
 def test_small_leaves_of_the_same_hyperparameters_are_side_by_side(optimizer: Optimizer, groups: Any) -> None:
-    assert layout_of(optimizer, WEIGHTS).groups == groups
+    assert groups_of(optimizer, WEIGHTS) == groups
 
 
 def test_a_rule_that_may_look_at_shapes_sees_them() -> None:
     leaves = jax.tree.leaves(WEIGHTS)
-    assert [x.shape for x in layout_of(Separate(0.1), WEIGHTS).join(leaves)] == [x.shape for x in leaves]
+    assert [block.shape for block in blocks_of(Separate(0.1), WEIGHTS)] == [x.shape for x in leaves]
 
 
 def test_dtypes_are_not_mixed() -> None:
     narrow = {**WEIGHTS, "d": jnp.ones((), jnp.bfloat16)}
-    assert layout_of(hg.SGD(0.1), narrow).groups == ((0, 2), (1,), (3,))
+    assert groups_of(hg.SGD(0.1), narrow) == ((0, 2), (1,), (3,))
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -89,7 +105,7 @@ OPTIMIZERS: dict[str, Any] = {
 def test_the_layout_changes_nothing_but_rounding(name: str, adjoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     net = problems.network("layer norm")
     make, params = OPTIMIZERS[name], net.params()
-    assert max(map(len, layout_of(make(jnp.ones(STEPS)), params).groups)) > 1
+    assert max(map(len, groups_of(make(jnp.ones(STEPS)), params))) > 1
 
     def run(rate: Any, params: Any) -> Any:
         return hg.train(net.loss, params, make(rate), net.batches(STEPS), theta=net.theta(), steps=STEPS, adjoint=adjoint)
@@ -103,7 +119,7 @@ def test_the_layout_changes_nothing_but_rounding(name: str, adjoint: Any, monkey
         return jax.jit(differentiated)(jnp.linspace(0.1, 0.3, STEPS), params)
 
     (_, together), gradients = all_of()
-    monkeypatch.setattr(type(make(jnp.ones(1)).layers[-1]), "entrywise", False)
+    monkeypatch.setattr(type(layers_of(make(jnp.ones(1)), params)[-1].optimizer), "entrywise", False)
     (_, apart), expected = all_of()
     pairs = ((together.params, apart.params), (together.losses, apart.losses), (gradients, expected))
     for x, y in zip(*(jax.tree.leaves(column) for column in zip(*pairs, strict=True)), strict=True):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hypergrad import _programs as programs
-from hypergrad.loop.pieces import alone, compiled
+from hypergrad.run.pieces import alone, compiled
 
 
 Step = Callable[[Any, Any, Any], Any]

@@ -15,9 +15,8 @@ import hypergrad as hg
 from experiments import _data
 from experiments.quickstart import Config, Experiment
 from hypergrad.adjoints import reversible
-from hypergrad.exact import Scaled, Words
-from hypergrad.loop import step
-from hypergrad.optimizers import expand
+from hypergrad.exact import Deferred, Fixed, HeadsAndWords, Words
+from hypergrad.optimizers import block
 
 
 STEPS = 300
@@ -158,13 +157,13 @@ def test_a_flag_tied_to_some_gradients_is_caught(masked: int, patch: pytest.Monk
 
 
 def test_an_inverse_off_by_a_quantum_is_caught(patch: pytest.MonkeyPatch) -> None:
-    subtract = step.subtract
+    subtract = Fixed.subtract
 
-    def lying(z: Any, *arguments: Any) -> Any:
-        z = subtract(z, *arguments)
-        return z._replace(z=z.z + 1) if isinstance(z, Scaled) else z + 1
+    def lying(self: Fixed, *arguments: Any) -> Fixed:
+        right = subtract(self, *arguments)
+        return right._replace(high=right.high + 1)
 
-    patch.setattr(step, "subtract", lying)
+    patch.setattr(Fixed, "subtract", lying)
     with pytest.raises(AssertionError, match="unstep did not undo step 2: .* off by up to 1 quanta"):
         hg.testing.check_inverse(hg.SGD(0.1), steps=3)
     assert_all_nan(gradients(hg.full_batch(DATA), *INPUTS, throw=False))
@@ -173,15 +172,19 @@ def test_an_inverse_off_by_a_quantum_is_caught(patch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("momentum", [2.0**-16, np.full(3, 0.9)], ids=["shared", "per weight"])
 def test_a_digit_lost_by_the_buffer_is_caught(patch: pytest.MonkeyPatch, momentum: Any) -> None:
-    def lossy(buffer: Any) -> Any:
-        if isinstance(buffer, Words):
-            return Words(None if buffer.stack is None else buffer.stack ^ 1)
-        return buffer._replace(head=buffer.head & ~1)
+    def lossy(digits: Any) -> Any:
+        if isinstance(digits, Words):
+            return Words(None if digits.stack is None else digits.stack ^ 1)
+        return digits._replace(head=digits.head & ~1)
 
-    for name in ("DEFERRED", "DEVICE"):
-        kind = getattr(expand, name)
-        multiply_by = lambda *a, kind=kind: (lambda buffer, c: (lossy(buffer), c))(*kind.multiply_by(*a))  # noqa: E731
-        patch.setattr(expand, name, kind._replace(multiply_by=multiply_by))
+    for name, kind in (("DEFERRED", Deferred), ("HEADS", HeadsAndWords)):
+
+        class Lossy(kind):  # type: ignore[misc,valid-type]
+            def multiply_by(self, *arguments: Any) -> Any:
+                digits, value = super().multiply_by(*arguments)
+                return lossy(digits), value
+
+        patch.setattr(block, name, Lossy())
     assert_all_nan(gradients(hg.full_batch(DATA), *INPUTS, momentum=momentum, throw=False))
 
 

@@ -85,7 +85,7 @@ def step_vjp(run: Run, pass_: "Pass", t: Array, state: State, ct: Cotangents, gi
         products, run, t, pass_.gradients, w, chosen(pass_.wanted, theta), (theta, frozen, batch)
     )
     gradient = lambda: run.isolated_gradient(pass_.gradient, t, w, theta, frozen, batch)  # noqa: E731
-    of_parameters, found = [h[j] for j in run.parameters], None
+    of_parameters = [h[j] for j in run.parameters]
     if run.linear:
         u = gradient_cotangent(run, state, ct.z, h)
         if run.transforms:
@@ -217,7 +217,9 @@ def pull_transforms(
 def statistics_cotangent(run: Run, state: State, dz: list[Floats], h: list[Hypers]) -> list[Array]:
     """That of what the statistics follow: linear in it, so that no value enters. None where nobody differentiates them."""
     rows = [(j, run.blocks[j].chain[0]) for j in run.statistics if dz[j]]
-    return [pull(run.blocks[j], k, dz[j][k.name], h[j], {}, jnp.zeros_like(dz[j][k.name])).g for j, k in rows]
+    zero = lambda j, k: jnp.zeros_like(dz[j][k.name])  # noqa: E731
+    found = [pull(run.blocks[j], k, dz[j][k.name], h[j], {}, zero(j, k)).g for j, k in rows]
+    return [x for x in found if x is not None]
 
 
 class Pass(NamedTuple):
@@ -253,8 +255,9 @@ def reverse(
     doubt: Array | None = None,
     span: tuple[int, int] | None = None,
 ) -> Reversed:
-    """From the state after the steps [first, last) = `span` to the one before them, and the cotangents of all inputs. Call it
-    inside `jax.enable_x64(True)`.
+    """From the state after the steps [first, last) = `span` to the one before them, and the cotangents of all inputs.
+
+    Call it inside `jax.enable_x64(True)`.
 
     wanted: which leaves of theta are differentiated. span: None for all steps; what has a leading axis of steps has all.
     doubt, bool []: whether to compute each gradient apart from its derivative all the same; False: from the first on that

@@ -85,8 +85,8 @@ def products(
     dloss: Array | None,
     push: list[Array],
 ) -> tuple[Gradients, Products]:
-    """u: the cotangent of the `joined` gradient; dloss: of the loss; push: of the batch statistics, none where nobody differentiates
-    the statistics. The last two count where J need not be symmetric. Both results are joined, too."""
+    """u: the cotangent of the `joined` gradient; dloss: of the loss; push: of the batch statistics, none where nobody
+    differentiates what they come to. The last two count where J need not be symmetric. Both results are joined, too."""
     symmetric = run.functions.symmetric
     push = [] if symmetric else push
 
@@ -164,8 +164,8 @@ def _scaled(run: Run, u: list[Array]) -> tuple[list[Array], Callable[[list[Array
 def pulled_statistics(
     run: Run, t: Array, wanted: tuple[bool, ...], push: list[Array], w: list[Array], theta: list[Array], *rest: Any
 ) -> Products:
-    """The cotangents of w and theta from that of the batch statistics, where J is symmetric. Isolated: in the open, XLA would
-    round the gradient beside it otherwise than in the forward pass."""
+    """The cotangents of w and theta from that of the batch statistics, where J is symmetric. Isolated: in the open, XLA
+    would round the gradient beside it otherwise than in the forward pass."""
     return _pulled(run, t, wanted, lambda w, theta, *rest: run.value(w, theta, *rest)[1], push, w, theta, *rest)
 
 

@@ -138,7 +138,7 @@ def _training(run: Run, checkpoints: int | None, inputs: Inputs) -> Outcome:
 def _both(
     run: Run, j: int, link: Link, t: jax.Array, state: State, shadow: list[Floats], h: Any, entries: Any, signals: Any
 ) -> tuple[State, list[Floats]]:
-    """One link of one block: the integers, and the shadow whose value is theirs and whose derivative is the real update's."""
+    """One link of one block: its integers, and its shadow of the same value and with the derivative of the real update."""
     block, own = run.blocks[j], shadow[j]
     told = signals[j].get(link.signal)
     known_h, known_signals = jax.lax.stop_gradient((h, signals))

@@ -154,7 +154,8 @@ def decided(block: Block, h: Hypers, values: Floats) -> Block:
     parts an increment from the unit of its link, and XLA multiplies the constants of a product among themselves, which are
     other ones in another program.
     """
-    isolated, reads = [], []
+    isolated: list[bool] = []
+    reads: list[frozenset[str]] = []
     for link in block.chain:
         if link.increment is None:
             isolated.append(False)

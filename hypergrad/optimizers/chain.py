@@ -119,7 +119,7 @@ def _check_chain(name: str, chain: tuple[Link, ...], signals: set[str]) -> None:
             "leaves, as plain SGD would: that step has no explicit inverse. Use momentum (hg.SGD)."
         )
     try:
-        inspect.signature(chain[-1].increment).bind(None, None)
+        inspect.signature(chain[-1].increment).bind(None, None)  # type: ignore[arg-type]
     except TypeError as e:
         raise TypeError(
             f"{name}: the increment of the link `params` must take (h, z), not the gradient. The gradient at the "
@@ -129,8 +129,8 @@ def _check_chain(name: str, chain: tuple[Link, ...], signals: set[str]) -> None:
         d = link.denominator
         if link.signal not in signals:
             raise TypeError(
-                f"{name}, link `{link.name}`: there is no signal {link.signal!r}; `signals` of the optimizer has functions for "
-                f"{sorted(signals - {GRADIENT})}, and the gradient is {GRADIENT!r}."
+                f"{name}, link `{link.name}`: there is no signal {link.signal!r}. There is {GRADIENT!r}, and what the optimizer's "
+                f"`signals` has functions for: {sorted(signals - {GRADIENT})}."
             )
         if link.decay is not None and not isinstance(link.decay, str):
             raise TypeError(f"{name}, link `{link.name}`: decay must be the name of a hyperparameter; got {link.decay!r}.")

@@ -54,7 +54,7 @@ def _first(link: Link, leaf: Array, given: tuple[str, Any] | None) -> Array:
 def _state_leaves(name: str, given: Any, params: Any) -> list[tuple[str, Any]]:
     """(path, value) for each leaf of the parameters; None where it has no such link."""
     is_leaf = lambda x: x is None  # noqa: E731
-    tree = jax.tree.structure(params)
+    tree: Any = jax.tree.structure(params)
     if jax.tree.structure(given, is_leaf=is_leaf) != tree:
         raise ValueError(f"state[{name!r}] must have the tree of `params`, {tree}; got {jax.tree.structure(given)}.")
     leaves = jax.tree_util.tree_leaves_with_path(given, is_leaf=is_leaf)

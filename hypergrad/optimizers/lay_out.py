@@ -63,7 +63,7 @@ def lay_out(
             known_words(link, rule_fields[link.decay].values[first], leaves[first], steps) if link.decay in given else None
             for link in stack.chain
         )
-        options = {"entrywise": stack.entrywise, "fraction_bits": fraction_bits, "unbounded": unbounded, "words": words}
+        options: Any = {"entrywise": stack.entrywise, "fraction_bits": fraction_bits, "unbounded": unbounded, "words": words}
         blocks.append(block(own, list(leaves), stack.chain, hj, **options))
         h.append(hj)
     names = [{key: field.name for key, field in own[-1].items()} for own in of_leaf]

@@ -103,22 +103,23 @@ class Layer(NamedTuple):
 
 
 def layers_of(optimizer: Optimizer, params: Any) -> tuple[Layer, ...]:
-    """Outermost first. Those of rules that no leaf is labelled for are there, too: their hyperparameters are differentiated."""
+    """Outermost first. Those of rules that no leaf is labelled for are there, too: their fields are hyperparameters."""
     every = frozenset(range(len(jax.tree.leaves(params))))
     return tuple(_layers("optimizer", optimizer, params, every, ()))
 
 
 def _layers(path: str, optimizer: Any, params: Any, leaves: frozenset[int], labels: tuple[str, ...]) -> list[Layer]:
     if isinstance(optimizer, Partition):
-        found, names = [], optimizer.labels_of(params)
+        found: list[Layer] = []
+        names = optimizer.labels_of(params)
         for label, rule in optimizer.rules.items():
             own = frozenset(i for i in leaves if names[i] == label)
             found += _layers(f"{path}.rules[{label!r}]", rule, params, own, (*labels, label))
         return found
     if isinstance(optimizer, Transformed):
         covered = frozenset(i for i, seen in enumerate(optimizer.covers(params)) if seen)
-        own = Layer(path, optimizer, leaves & covered, labels)
-        return [own, *_layers(f"{path}.inner", optimizer.inner, params, leaves, labels)]
+        layer = Layer(path, optimizer, leaves & covered, labels)
+        return [layer, *_layers(f"{path}.inner", optimizer.inner, params, leaves, labels)]
     return [Layer(path, optimizer, leaves, labels)]
 
 

@@ -158,9 +158,11 @@ class Run:
         if self.functions.signals is None:
             return {}
 
-        def compute(t: Array, *args: Any) -> dict[str, list[Array]]:
+        def compute(
+            t: Array, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]
+        ) -> dict[str, list[Array]]:
             with jax.enable_x64(self.x64):
-                return self.functions.signals_at(*args, jax.random.fold_in(jax.random.key(0), t))
+                return self.functions.signals_at(w, theta, frozen, batch, jax.random.fold_in(jax.random.key(0), t))
 
         found = isolated(t, compute, t, w, theta, frozen, batch)
         return {name: self.joined(t, leaves) for name, leaves in found.items()}

@@ -104,8 +104,8 @@ def _decays(run: Run, h: list[Hypers]) -> Found | None:
 def _values(run: Run, end: State, losses: Array) -> Found:
     """The first value that left its grid, or loss that is no number: at one step the value, as losses come of values."""
     found, places = [], []
-    for block, slots, first in zip(run.blocks, end, places_of(run), strict=True):
-        for link, place in zip(block.chain, first, strict=True):
+    for block, slots, own in zip(run.blocks, end, places_of(run), strict=True):
+        for link, place in zip(block.chain, own, strict=True):
             found.append(slots[link.name].value.first_overflow())
             places.append(place + block.place(found[-1].entry))
     steps = jnp.stack([overflow.step for overflow in found])

@@ -48,7 +48,8 @@ def unstep(
     run: Run, t: Array, state: State, h: list[Hypers], entries: Entries, signals: Callable[[list[Array]], Signals]
 ) -> State:
     """The inverse of `step`: links in reverse order, the signals computed once the parameters are back."""
-    state, nothing = list(state), [{} for _ in run.blocks]
+    state = list(state)
+    nothing: Signals = [{} for _ in run.blocks]
 
     def undo(j: int, link: Link, known: Signals) -> None:
         update = increment(run, j, link, t, state, h, known)

@@ -1,0 +1,126 @@
+"""Which increments are computed beside all else, and that the others come back, too."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import hypergrad as hg
+from hypergrad._isolation import only_products
+from hypergrad.optimizers import Link, Optimizer
+from hypergrad.optimizers.block import decided
+from hypergrad.optimizers.lay_out import lay_out
+from hypergrad.run.spec import one_step
+
+
+def program(function: Callable[..., Any]) -> Any:
+    x = jnp.ones(3)
+    return jax.make_jaxpr(function)(x, x).jaxpr
+
+
+PRODUCTS = {
+    "a product": lambda a, b: -(2 * a) * b,
+    "a square": lambda a, b: a**2 * b,
+    "a product that is spread": lambda a, b: jnp.broadcast_to(-(a * b), (2, 3)),
+}
+MORE = {
+    "a sum of what goes in": lambda a, b: (1 - a) * b,
+    "a root": lambda a, b: jnp.sqrt(a * b),
+    "a quotient": lambda a, b: a / 3,
+    "a choice": lambda a, b: jnp.where(a > 0, a, b),
+    "a call": lambda a, b: jax.jit(lambda x: x * b)(a),
+    "a polynomial": lambda a, b: jnp.exp(a) * b,
+    "a sum over entries": lambda a, b: a * b.sum(),
+    "a matrix product": lambda a, b: jnp.outer(a, b) @ b,
+    "a loop": lambda a, b: jax.lax.fori_loop(0, 2, lambda _, x: x * b, a),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_nothing_but_products(name: str) -> None:
+    assert only_products(program(PRODUCTS[name]))
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_than_products(name: str) -> None:
+    assert not only_products(program(MORE[name]))
+
+
+def test_a_sum_of_scalars_is_stored_before() -> None:
+    assert only_products(jax.make_jaxpr(lambda a, b: (1 - a) * b)(1.0, jnp.ones(3)).jaxpr)
+
+
+class Both(Optimizer):
+    """v <- m v - g;  w <- w + a v / (sqrt(v^2 + 1) + e): a product in a sum, and a sum that none enters."""
+
+    learning_rate: Any = 0.1
+    momentum: Any = 0.9
+    eps: Any = 0.01
+
+    chain = (
+        Link("velocity", lambda h, z, g: -g, decay="momentum"),
+        Link("params", lambda h, z: h.learning_rate * z.velocity / (jnp.sqrt(z.velocity * z.velocity + 1) + h.eps)),
+    )
+
+
+class Open(Both):
+    """The same with a root of v^2 alone in its sum."""
+
+    chain = (
+        Both.chain[0],
+        Link("params", lambda h, z: h.learning_rate * z.velocity / (jnp.sqrt(z.velocity * z.velocity) + h.eps)),
+    )
+
+
+class Read(Both):
+    """The same with |v|, which is a product with a unit."""
+
+    chain = (
+        Both.chain[0],
+        Link("params", lambda h, z: h.learning_rate * z.velocity / (jnp.abs(z.velocity) + h.eps)),
+    )
+
+
+class Scalar(Both):
+    """w <- w + (1 - a e) v: products, and a sum of scalars that one enters."""
+
+    chain = (Both.chain[0], Link("params", lambda h, z: (1 - h.learning_rate * h.eps) * z.velocity))
+
+
+def isolated(optimizer: Optimizer, dtype: Any) -> tuple[bool, ...]:
+    out = lay_out(optimizer, jnp.ones((3, 4), dtype), 5, None, None, unbounded=False)
+    (block,), (h,), (values,) = out.blocks, one_step(out.h, 5), out.values
+    return decided(block, h, values).isolated
+
+
+def test_what_is_isolated() -> None:
+    """All that is more than products; and all in float64."""
+    expected = {
+        hg.SGD(0.1): (False, False),
+        hg.HeavyBall(0.1): (False, False),
+        hg.Adam(0.1): (False, False, True),
+        Both(): (False, True),
+        Scalar(): (False, False),
+    }
+    for optimizer, flags in expected.items():
+        assert isolated(optimizer, jnp.float32) == flags
+    with jax.enable_x64(True):
+        assert isolated(hg.SGD(0.1), jnp.float64) == (True, True)
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("optimizer", [Both(), Read(), Scalar(), hg.Adam(0.01), hg.AdamW(0.01, eps=jnp.full((3, 4), 1e-3))])
+def test_either_way_comes_back(optimizer: Optimizer) -> None:
+    """In the open on the way out, behind a branch beside the derivative: the same bits, and the certificate of a run."""
+    w = jnp.linspace(-1, 1, 12).reshape(3, 4)
+
+    def loss(w: jax.Array, theta: Any, t: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(w + 0.1 * t) ** 2)
+
+    def final(optimizer: Optimizer) -> jax.Array:
+        return jnp.sum(hg.train(loss, w, optimizer, lambda t: t, steps=40).params ** 2)
+
+    found = jax.grad(final)(optimizer)
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(found))
