@@ -25,12 +25,14 @@ from extremes import (
     Run,
     assert_came_back,
     cases,
+    entry_of,
     extremes,
     fixed,
     integers,
     numerators,
     round_trip,
     runs,
+    schedule,
     tables,
     worst,
 )
@@ -256,6 +258,19 @@ def test_an_entry_without_a_slot_is_that_of_the_first_word(buffer):
     np.testing.assert_array_equal(entries.unslotted().spills, entries.spills)
     for name in ("n", "step") if buffer == HEADS else ("before", "after"):
         np.testing.assert_array_equal(getattr(entries.unslotted(), name), getattr(entries, name))
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_buffer_is_empty_until_a_digit_is_lost(name):
+    buffer, value = BUFFERS[name], BUFFERS[name].hold(fixed([5, 0, -1], False))
+    digits, entries = buffer.empty(value.high, 3), schedule(buffer, np.ones(3, int), 2**16).entries
+    assert np.all(buffer.is_empty(digits))
+    for t in range(2):
+        digits, value = buffer.multiply_by(digits, value, jnp.int64(1), 2**16, entry_of(entries, t))
+    if buffer == DEFERRED:  # it is known beforehand how many words return
+        assert buffer.is_empty(digits)
+    else:
+        assert np.asarray(buffer.is_empty(digits)).tolist() == [False, True, False]
 
 
 def test_buffers_are_equal_by_what_they_do():
