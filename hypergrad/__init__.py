@@ -23,6 +23,7 @@ from hypergrad._train import Trained as Trained
 from hypergrad._train import train as train
 from hypergrad.adjoints import Checkpointed as Checkpointed
 from hypergrad.adjoints import Reversible as Reversible
+from hypergrad.adjoints import Truncated as Truncated
 from hypergrad.adjoints import Unrolled as Unrolled
 from hypergrad.batches import full_batch as full_batch
 from hypergrad.batches import host_batches as host_batches

@@ -25,13 +25,7 @@ OF_BITS = [
         "checkpoint_damage",
         "checkpoint_forged",
         "checkpoint_writers",
-        "deferred",
-        "exact",
-        "exact_bounds",
-        "grid",
         "isolation",
-        "limbs",
-        "lost",
     )
 ]
 

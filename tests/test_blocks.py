@@ -89,11 +89,11 @@ def test_a_rule_sees_more_than_the_gradient() -> None:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("rule", [Whitened(0.1), hg.clip(Whitened(0.1), 0.2)])
+@pytest.mark.parametrize("rule", [Whitened(0.1), hg.clip(Whitened(0.1), 0.2)], ids=["plain", "clipped"])
 def test_a_rule_reads_what_statistics_come_to(rule: Any) -> None:
     """They move first, and are undone last."""
-    statistics = hg.Statistics({"spread": jnp.asarray(0.3)}, 0.9)
-    assert_agree(rule, paired, statistics=statistics)
+    with jax.enable_x64(True):
+        assert_agree(rule, paired, statistics=hg.Statistics({"spread": jnp.float64(0.3)}, 0.9))
 
 
 def test_labels_by_a_function_of_the_parameters() -> None:

@@ -47,7 +47,8 @@ PLACE = {name: place for place, room in enumerate(ROOMS) for name in room}
 PUBLIC = {
     "train", "Trained", "Statistics", "PerStep", "minibatches", "stacked", "full_batch", "host_batches",
     "SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad",
-    "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "partition", "Reversible", "Unrolled", "Checkpointed",
+    "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "partition",
+    "Reversible", "Truncated", "Unrolled", "Checkpointed",
     "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots",
     "hypergradient", "optimize", "restarts", "compiler_options", "Result", "MetaStep", "callbacks",
     "check_reversal", "Certificate", "testing", "plots", "studies",
@@ -109,7 +110,7 @@ def test_the_import_check_catches_a_wrong_import(tmp_path):
     lie = tmp_path / "lie.py"
     lie.write_text("def f():\n    from hypergrad import _optimize\n    import hypergrad.adjoints.reversible\n")
     assert [room(m) for m in imported(lie)] == ["_optimize", "adjoints"]
-    assert PLACE["_optimize"] > PLACE["adjoints"] > PLACE["loop"]
+    assert PLACE["_optimize"] > PLACE["adjoints"] > PLACE["run"]
 
 
 def test_the_library_never_imports_experiments():

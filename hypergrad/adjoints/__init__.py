@@ -2,5 +2,6 @@
 
 from hypergrad.adjoints.base import Adjoint as Adjoint
 from hypergrad.adjoints.reversible import Reversible as Reversible
+from hypergrad.adjoints.truncated import Truncated as Truncated
 from hypergrad.adjoints.unrolled import Checkpointed as Checkpointed
 from hypergrad.adjoints.unrolled import Unrolled as Unrolled

@@ -27,7 +27,7 @@ from hypergrad.optimizers.chain import GRADIENT, PARAMS, STATISTICS, Link
 from hypergrad.optimizers.expand import Hypers
 from hypergrad.run.drivers import Pause
 from hypergrad.run.fingerprints import print_of, state_prints
-from hypergrad.run.forward import Seen
+from hypergrad.run.forward import Seen, of_span
 from hypergrad.run.spec import Inputs, Run, join_steps, split
 from hypergrad.run.step import (
     Entries,
@@ -265,7 +265,6 @@ def reverse(
     """
     first, last = span or (0, run.steps)
     constant, stepped = run.outside_loop(split, inputs.h)
-    of_span = lambda tree: jax.tree.map(lambda x: x[first:last], tree) if span else tree  # noqa: E731
     own = Pass(wanted, first_order(run, wanted), run.maybe_jit(run.gradient), list(map(_delayed, run.blocks)), last - 1)
 
     def body(consts: Any, carry: Any, x: Any) -> tuple[Any, Any]:
@@ -279,7 +278,7 @@ def reverse(
         watched = _watched(run, done)
         return (done.state, (done.ct.z, done.pending, dconstant, done.ct.theta), done.doubt), (dstepped, done.seen, watched)
 
-    xs = (jnp.arange(first, last, dtype=jnp.int32), *map(of_span, (stepped, entries, dlosses)))
+    xs = (jnp.arange(first, last, dtype=jnp.int32), *of_span(span, (stepped, entries, dlosses)))
     ones = jax.tree.map(jnp.ones_like, (constant, jax.tree.map(lambda x: x[0], stepped)))
     pending = [decays(b, own.delayed[j], hj) for j, (b, hj) in enumerate(zip(run.blocks, join_steps(*ones), strict=True))]
     carry = (end, (ct.z, pending, jax.tree.map(jnp.zeros_like, constant), ct.theta), doubt)

@@ -28,7 +28,7 @@ from hypergrad.run import offload
 from hypergrad.run.forward import Seen, forward
 from hypergrad.run.spec import Inputs, Run, entries_of, schedules
 from hypergrad.run.status import Capacity, Outcome, assess, nothing_kept
-from hypergrad.run.step import State, final_values, initial_state, matches_initial
+from hypergrad.run.step import State, final_values, initial_state, matches, matches_initial
 
 
 class Wanted(NamedTuple):
@@ -36,6 +36,13 @@ class Wanted(NamedTuple):
 
     theta: tuple[bool, ...]  # of each leaf
     statistics: bool  # what they came to
+
+
+class Ends(NamedTuple):
+    """Where the reverse pass begins and what it must meet."""
+
+    last: State
+    first: State | None  # None: what the run began with
 
 
 def settled_driver(run: Run, *arrays: Any) -> Run:
@@ -56,7 +63,7 @@ def _known(arrays: Any) -> bool:
     return concrete((arrays, jnp.zeros(())))  # inside of jax.jit, what it makes is traced, whatever it is made of
 
 
-def run_forward(run: Run, capacity: Capacity | None, inputs: Inputs) -> tuple[Outcome, State, Array | None]:
+def run_forward(run: Run, capacity: Capacity | None, inputs: Inputs) -> tuple[Outcome, Ends, Array | None]:
     """capacity: None to keep nothing of what decays lose, for a run that nobody reverses. Also the prints of batches."""
     run = settled_driver(run, inputs)
     with own_settings():
@@ -67,8 +74,9 @@ def run_forward(run: Run, capacity: Capacity | None, inputs: Inputs) -> tuple[Ou
         return _forward_pass(run, capacity, inputs)
 
 
-def _forward_pass(run: Run, capacity: Capacity | None, inputs: Inputs) -> tuple[Outcome, State, Array | None]:
+def _forward_pass(run: Run, capacity: Capacity | None, inputs: Inputs) -> tuple[Outcome, Ends, Array | None]:
     plan, state = run.outside_loop(_begin, inputs.values, inputs.h, static=(capacity,))
+    middle = None
     if run.offload and capacity is not None:
         stacks, capacity = offload.empty_stacks(plan), None
         entries = offload.unslotted(entries_of(plan))
@@ -76,10 +84,20 @@ def _forward_pass(run: Run, capacity: Capacity | None, inputs: Inputs) -> tuple[
         integers = _integers(end)
         end = offload.detached(end, plan, stacks)
     else:
-        end, seen, sizes = forward(run, inputs, state, entries_of(plan))
+        middle, end, seen, sizes = _in_two(run, inputs, state, entries_of(plan))
         integers = _integers(end)
     outcome = run.outside_loop(_outcome, inputs.values, inputs.h, plan, integers, seen.losses, sizes, static=(capacity,))
-    return outcome, end, seen.batches
+    return outcome, Ends(end, middle), seen.batches
+
+
+def _in_two(run: Run, inputs: Inputs, state: State, entries: Any) -> tuple[State | None, State, Seen, Array]:
+    """`forward`, and the state before `Run.first` where that is not the first step."""
+    if not run.first:
+        return None, *forward(run, inputs, state, entries)
+    middle, *early = forward(run, inputs, state, entries, span=(0, run.first))
+    end, *late = forward(run, inputs, middle, entries, span=(run.first, run.steps))
+    seen, sizes = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), early, late)
+    return middle, end, seen, sizes
 
 
 def _integers(state: State) -> State:
@@ -136,7 +154,7 @@ def _backward_pass(
     run: Run,
     wanted: Wanted,
     inputs: Inputs,
-    end: State,
+    ends: Ends,
     seen: Seen,
     dvalues: list[Floats],
     dlosses: Any,
@@ -144,12 +162,13 @@ def _backward_pass(
 ) -> Back:
     """doubt: as `reverse` has it."""
     plan, zero = run.outside_loop(_begin_back, inputs, dvalues, static=(wanted,))
-    entries, pause = entries_of(plan), None
+    entries, pause, end = entries_of(plan), None, ends.last
     if run.offload:
         end, stacks = offload.attached(end)
         entries, pause = offload.unslotted(entries), offload.fetch(plan, stacks)
-    back = reverse(run, inputs, end, entries, zero, dlosses, wanted.theta, pause, doubt)
-    gradients, found = run.outside_loop(_gradients, inputs, back, seen, static=(wanted,))
+    span = (run.first, run.steps) if run.first else None
+    back = reverse(run, inputs, end, entries, zero, dlosses, wanted.theta, pause, doubt, span)
+    gradients, found = run.outside_loop(_gradients, inputs, back, seen, ends.first, static=(wanted,))
     return Back(gradients, found, back.watched, jnp.bool_(False) if back.doubted is None else back.doubted)
 
 
@@ -157,7 +176,7 @@ def with_all_derivatives(run: Run, inputs: Inputs, end: State, seen: Seen) -> Ba
     """The reverse pass from a known end, as if all that comes out had the cotangent 1 and all that goes in were wanted."""
     ones = jax.tree.map(jnp.ones_like, final_values(run, end))
     wanted = Wanted((True,) * len(inputs.theta), bool(run.statistics))
-    return run_backward(run, wanted, inputs, end, seen, ones, jnp.ones_like(seen.losses))
+    return run_backward(run, wanted, inputs, Ends(end, None), seen, ones, jnp.ones_like(seen.losses))
 
 
 def _begin_back(run: Run, wanted: Wanted, inputs: Inputs, dvalues: list[Floats]) -> tuple[Any, Cotangents]:
@@ -171,14 +190,20 @@ def _begin_back(run: Run, wanted: Wanted, inputs: Inputs, dvalues: list[Floats])
     return schedules(run, inputs.h), Cotangents(dz, jax.tree.map(jnp.zeros_like, inputs.h), dtheta)
 
 
-def _gradients(run: Run, wanted: Wanted, inputs: Inputs, back: Reversed, seen: Seen) -> tuple[tuple[Any, Any, Any], Array]:
-    """Of values, hyperparameters and theta; and `Back.found`."""
-    losses = all_of(_same(seen.losses, back.seen.losses, run.isolate))
+def _gradients(
+    run: Run, wanted: Wanted, inputs: Inputs, back: Reversed, seen: Seen, first: State | None
+) -> tuple[tuple[Any, Any, Any], Array]:
+    """Of values, hyperparameters and theta; and `Back.found`. first: the state to be met; None: what the run began with."""
+    losses = all_of(_same(seen.losses[run.first :], back.seen.losses, run.isolate))
     batches = jnp.bool_(True)
     if seen.batches is not None and back.seen.batches is not None:
-        batches = all_of(jnp.equal(seen.batches, back.seen.batches))
-    found = jnp.concatenate([matches_initial(run, inputs.values, back.start), jnp.stack([losses, batches])])
-    of_each = zip(inputs.values, back.ct.z, strict=True)
+        batches = all_of(jnp.equal(seen.batches[run.first :], back.seen.batches))
+    met = matches_initial(run, inputs.values, back.start) if first is None else matches(run, first, back.start)
+    found = jnp.concatenate([met, jnp.stack([losses, batches])])
+    known: list[Floats] = (
+        [{} for _ in back.ct.z] if first is not None else back.ct.z
+    )  # what came before is not differentiated
+    of_each = zip(inputs.values, known, strict=True)
     dvalues = [{k: dz[k].astype(x.dtype) if dz else jnp.zeros_like(x) for k, x in own.items()} for own, dz in of_each]
     dtheta = merged(wanted.theta, back.ct.theta, jax.tree.map(jnp.zeros_like, inputs.theta))
     dtheta = [d.astype(x.dtype) for d, x in zip(dtheta, inputs.theta, strict=True)]

@@ -14,14 +14,13 @@ from jax.custom_derivatives import SymbolicZero
 from hypergrad._report import mask, probing, surface, trace
 from hypergrad._settings import own_settings
 from hypergrad.adjoints.base import Adjoint, Cost
-from hypergrad.adjoints.passes import Back, Wanted, capacities, run_backward, run_forward, settled_driver
+from hypergrad.adjoints.passes import Back, Ends, Wanted, capacities, run_backward, run_forward, settled_driver
 from hypergrad.errors import BATCHES, LOSSES, OK, REVERSAL, Status
 from hypergrad.optimizers.chain import PARAMS
 from hypergrad.optimizers.expand import concrete, first_true
 from hypergrad.run.forward import Seen
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Capacity, Outcome, places_of
-from hypergrad.run.step import State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +70,17 @@ class Reversible(Adjoint):
         return {"device": self.driver, "host": "host", "gmpy2": "host_eager"}[self.buffer]
 
     def run(self, run: Run, inputs: Inputs) -> Outcome:
-        if probing():
-            run = dataclasses.replace(run, watch="norms", throw=False)
-        return _run(run, self.capacity, *inputs)
+        return reversed_run(run, self.capacity, inputs)
 
     def cost(self, steps: int) -> Cost:
         return Cost(time=4, states=6 + 0.005 * steps, activations=1)
+
+
+def reversed_run(run: Run, capacity: int | None, inputs: Inputs) -> Outcome:
+    """The run, with the derivative of the steps from `Run.first` on by reversal."""
+    if probing():
+        run = dataclasses.replace(run, watch="norms", throw=False)
+    return _run(run, capacity, *inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -86,7 +90,7 @@ def _run(run: Run, capacity: int | None, values: Any, h: Any, theta: Any, frozen
 
 class Residuals(NamedTuple):
     inputs: Inputs
-    end: State
+    ends: Ends
     seen: Seen
     status: Status
     known: "_Known"
@@ -109,12 +113,12 @@ def _run_fwd(run: Run, capacity: int | None, *inputs: Any) -> tuple[Outcome, Res
             )
     with own_settings():
         words = capacities(run, arrays.h, capacity)
-    outcome, end, batches = run_forward(run, words, arrays)
+    outcome, ends, batches = run_forward(run, words, arrays)
     if run.throw and concrete(outcome.status) and not outcome.status.ok:
         raise outcome.status.error()  # here it is known; outside, an eager jax.grad makes a tracer of it
     from_python = settled_driver(run, arrays).driver != "scan"
     known = _Known(tuple(map(bool, perturbed.theta)), words if from_python else None)
-    return outcome, Residuals(arrays, end, Seen(outcome.losses, batches), outcome.status, known)
+    return outcome, Residuals(arrays, ends, Seen(outcome.losses, batches), outcome.status, known)
 
 
 def _run_bwd(run: Run, capacity: int | None, residuals: Residuals, ct: Outcome) -> tuple[Any, ...]:
@@ -123,7 +127,7 @@ def _run_bwd(run: Run, capacity: int | None, residuals: Residuals, ct: Outcome) 
     dlosses = None if _is_zero(ct.losses) else ct.losses
     followed = not all(_is_zero(x) for j in run.statistics for x in ct.values[j].values())
     known, wanted = residuals.known, Wanted(residuals.known.theta, followed)
-    back = run_backward(run, wanted, inputs, residuals.end, residuals.seen, dvalues, dlosses, again=known.again)
+    back = run_backward(run, wanted, inputs, residuals.ends, residuals.seen, dvalues, dlosses, again=known.again)
     status = _certificate(run, residuals.status, back, _faint([dvalues[j][PARAMS] for j in run.parameters]))
     if run.watch:
         trace(status, residuals.seen.losses, **back.watched)

@@ -129,7 +129,7 @@ def _check_chain(name: str, chain: tuple[Link, ...], signals: set[str]) -> None:
         d = link.denominator
         if link.signal not in signals:
             raise TypeError(
-                f"{name}, link `{link.name}`: there is no signal {link.signal!r}. There is {GRADIENT!r}, and what the optimizer's "
+                f"{name}, link `{link.name}`: there is no signal {link.signal!r}. There is {GRADIENT!r}, and what "
                 f"`signals` has functions for: {sorted(signals - {GRADIENT})}."
             )
         if link.decay is not None and not isinstance(link.decay, str):

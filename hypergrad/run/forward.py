@@ -6,6 +6,7 @@ Invariant: the gradient of each step is computed apart from all else, as `hyperg
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -24,9 +25,13 @@ class Seen(NamedTuple):
 
 
 def forward(
-    run: Run, inputs: Inputs, state: State, entries: Entries, pause: Pause | None = None
+    run: Run, inputs: Inputs, state: State, entries: Entries, pause: Pause | None = None, span: tuple[int, int] | None = None
 ) -> tuple[State, Seen, Array]:
-    """Train: `step` for t = 0..steps-1 from `state`; also `sizes` of gradients. Call it inside `jax.enable_x64(True)`."""
+    """Train: `step` for t from first to last - 1, (first, last) = `span`, None for all steps; also `sizes` of gradients.
+
+    Call it inside `jax.enable_x64(True)`. What has a leading axis of steps has all of them.
+    """
+    first, last = span or (0, run.steps)
     constant, stepped = run.outside_loop(split, inputs.h)
     gradient = run.maybe_jit(run.gradient)
 
@@ -34,9 +39,14 @@ def forward(
         state, seen, g = train_step(run, gradient, consts, state, x)
         return state, (seen, sizes(x[0], g))
 
-    xs = (jnp.arange(run.steps, dtype=jnp.int32), stepped, entries)
+    xs = (jnp.arange(first, last, dtype=jnp.int32), *of_span(span, (stepped, entries)))
     end, (seen, of_gradients) = run.loop(body, (constant, inputs.theta, inputs.frozen), state, xs, pause=pause)
     return end, seen, of_gradients
+
+
+def of_span(span: tuple[int, int] | None, tree: Any) -> Any:
+    """Of what has a leading axis of all steps."""
+    return tree if span is None else jax.tree.map(lambda x: x[span[0] : span[1]], tree)
 
 
 def train_step(run: Run, gradient: Callable[..., Any], consts: Any, state: State, x: Any) -> tuple[State, Seen, list[Array]]:

@@ -65,6 +65,7 @@ class Run:
     progress: drivers.Progress | None = None  # told by host drivers how far they are
     offload: bool = False  # whether spilled words go to host memory
     retries: bool = False  # whether a reverse pass that fails is tried again with gradients apart
+    first: int = 0  # the step that the reverse pass ends with
 
     @property
     def parameters(self) -> range:

@@ -6,14 +6,16 @@ parameters.
 The running statistics move first, so that a link may read what they have come to; they are undone last.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from hypergrad._isolation import isolated, isolated_once
-from hypergrad.exact import DeferredEntry, Fixed, all_of, numerator
+from hypergrad.exact import DeferredEntry, Fixed, Heads, all_of, numerator
 from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import GRADIENT, PARAMS, STATISTICS, Link
 from hypergrad.optimizers.expand import Hypers
@@ -184,6 +186,22 @@ def matches_initial(run: Run, values: list[Floats], state: State) -> Array:
                 back &= all_of(block.buffer(link).is_empty(slots[link.name].digits))
             flags.append(back)
     return jnp.stack(flags)
+
+
+def matches(run: Run, one: State, other: State) -> Array:
+    """Of each block and link, whether two states are the same, what decays have lost included: bool [blocks' links]."""
+
+    def same(x: Any, y: Any) -> Array:
+        pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
+        return functools.reduce(jnp.logical_and, (all_of(a == b) for a, b in pairs))
+
+    pairs = [(one[j][link.name], other[j][link.name]) for j, block in enumerate(run.blocks) for link in block.chain]
+    return jnp.stack([same(x._replace(digits=_heads(x.digits)), y._replace(digits=_heads(y.digits))) for x, y in pairs])
+
+
+def _heads(digits: Any) -> Any:
+    """Without the stack: words above its top are not cleared when they are taken back."""
+    return digits.head if isinstance(digits, Heads) else None
 
 
 def _on_grid(block: Block, link: Link, x: Array) -> Fixed:

@@ -1,0 +1,42 @@
+"""`Truncated`: the derivative through the last steps of a run alone.
+
+Invariant: of all steps it is that of `Reversible`; of fewer, that of the run that begins where they begin.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+from hypergrad.adjoints.base import Adjoint, Cost
+from hypergrad.adjoints.reversible import reversed_run
+from hypergrad.run.spec import Inputs, Run
+from hypergrad.run.status import Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class Truncated(Adjoint):
+    """Reverse the last steps of the same training run, and take what came before them as given.
+
+    last: how many; of more than the run has, all. The derivative is that of the last steps with respect to hyperparameters
+    and theta (of values per step that come earlier: zero), and zero with respect to what the run begins with.
+    It is biased (`exact` is False): what early steps do by way of the parameters is missing. The reverse pass takes
+    `last` / `steps` of the time of `Reversible`'s, and ends on a check of the same kind, against the state that training had
+    there. As truncated backpropagation through time (Williams and Peng 1990).
+    """
+
+    last: int
+    capacity: int | None = None
+    fraction_bits: int | None = None
+    isolate: bool | None = None
+
+    exact: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.last, bool) or not isinstance(self.last, int) or self.last < 1:
+            raise ValueError(f"`last` of hg.Truncated must be an integer of at least 1; got {self.last!r}.")
+
+    def run(self, run: Run, inputs: Inputs) -> Outcome:
+        return reversed_run(dataclasses.replace(run, first=max(run.steps - self.last, 0)), self.capacity, inputs)
+
+    def cost(self, steps: int) -> Cost:
+        share = min(self.last / steps, 1.0)
+        return Cost(time=1 + 3 * share, states=7 + 0.005 * steps, activations=1)

@@ -1,0 +1,91 @@
+"""The reverse pass over a range of steps: `hg.Truncated` is the derivative of the run that begins where they begin."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+
+import hypergrad as hg
+
+
+STEPS, LAST = 12, 5
+NET = problems.network("layer norm")
+
+
+def value(optimizer: Any, theta: Any, adjoint: Any, dtype: Any = jnp.float64, **options: Any) -> Any:
+    run = hg.train(NET.loss, NET.params(dtype), optimizer, NET.batches(STEPS), theta=theta, adjoint=adjoint, **options)
+    return NET.value(run.params)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda: hg.SGD(hg.PerStep(jnp.linspace(0.1, 0.3, STEPS)), 0.9),
+    "adam": lambda: hg.Adam(hg.PerStep(jnp.linspace(0.01, 0.02, STEPS))),
+}
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_of_all_steps_it_is_that_of_reversible(name: str) -> None:
+    with jax.enable_x64(True):
+        gradient = jax.grad(value, (0, 1))
+        pair = (gradient(OPTIMIZERS[name](), NET.theta(jnp.float64), a) for a in (hg.Truncated(STEPS + 1), hg.Reversible()))
+        for x, y in zip(*map(jax.tree.leaves, pair), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_of_some_steps_it_is_that_of_the_run_that_begins_there(compile: Any) -> None:
+    """A rate per step is zero before them; those of the last steps are whole, since nothing before depends on them."""
+    with jax.enable_x64(True):
+        optimizer, theta = OPTIMIZERS["sgd"](), NET.theta(jnp.float64)
+        found, whole = (
+            compile(jax.grad(lambda o, a=a: value(o, theta, a)))(optimizer) for a in (hg.Truncated(LAST), hg.Reversible())
+        )
+        rates = found.learning_rate.values
+        assert not rates[:-LAST].any()
+        np.testing.assert_allclose(rates[-LAST:], whole.learning_rate.values[-LAST:], rtol=1e-12)
+
+        momentum = compile(jax.grad(lambda o: value(o, theta, hg.Truncated(LAST))))(optimizer).momentum
+        assert jnp.isfinite(momentum) and momentum != whole.momentum
+
+
+@pytest.mark.of_bits
+def test_it_is_certified_at_its_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hypergrad.exact import Fixed
+
+    subtract = Fixed.subtract
+
+    def lying(self: Fixed, *arguments: Any) -> Fixed:
+        right = subtract(self, *arguments)
+        return right._replace(high=right.high + 1)
+
+    fresh = lambda *a: NET.loss(*a)  # noqa: E731
+    gradient = jax.grad(
+        lambda rate: jnp.sum(
+            hg.train(
+                fresh,
+                NET.params(),
+                hg.SGD(rate),
+                NET.batches(STEPS),
+                theta=NET.theta(),
+                adjoint=hg.Truncated(3),
+                throw=False,
+            ).params["w1"]
+        )
+    )
+    assert jnp.isfinite(jax.jit(gradient)(0.1))
+    jax.clear_caches()
+    monkeypatch.setattr(Fixed, "subtract", lying)
+    assert jnp.isnan(jax.jit(lambda rate: gradient(rate))(0.1))
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("last", [0, True, 2.0])
+def test_what_is_no_count_of_steps(last: Any) -> None:
+    with pytest.raises(ValueError, match="`last` of hg.Truncated must be an integer of at least 1; got"):
+        hg.Truncated(last)
