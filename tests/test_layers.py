@@ -15,33 +15,18 @@ import hypergrad as hg
 PACKAGE = pathlib.Path(hg.__file__).parent
 EXPERIMENTS = PACKAGE.parent / "experiments"
 
+DESIGN = PACKAGE.parent / "docs" / "design.md"
+
+
+def rooms() -> list[set[str]]:
+    """The rows of the table in docs/design.md, top to bottom: a room imports from its own row and from those above."""
+    text = DESIGN.read_text().split("## Rooms")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return [set(row.replace("`", "").replace(",", " ").split()) for row in rows]
+
+
 # Importable by all of the rooms; themselves they import only each other and `exact`.
-GROUND = {
-    "_forms",
-    "_isolation",
-    "_program_keys",
-    "_programs",
-    "_settings",
-    "errors",
-    "hypers",
-    "schedules",
-    "batches",
-    "_report",
-}
-# Left to right: a room imports from its own and from rooms to its left.
-ROOMS = [
-    {"exact"},
-    {"optimizers"},
-    {"run"},
-    {"adjoints"},
-    {"_closures", "_door", "_own_rules", "_trace", "_train", "_check", "_inverse"},
-    {"_safe_files", "_arrays", "_folder_owner"},
-    {"_evaluate", "_descent", "_history", "_run_record", "_checkpoint", "_meta_loop", "_optimize"},
-    {"_diagnose", "_agreement", "_differences"},
-    {"callbacks", "plots", "testing"},
-    {"hypergrad"},  # the package itself: what `import hypergrad` gives
-    {"studies"},
-]
+GROUND, *ROOMS = rooms()
 PLACE = {name: place for place, room in enumerate(ROOMS) for name in room}
 
 PUBLIC = {
