@@ -21,7 +21,7 @@ from hypergrad.exact import all_of
 from hypergrad.optimizers.chain import PARAMS
 from hypergrad.run.fingerprints import print_of, state_prints
 from hypergrad.run.forward import Seen, train_step
-from hypergrad.run.spec import Inputs, Run, entries_of, join_steps, schedules, split
+from hypergrad.run.spec import Inputs, Run, by_link, join_steps, schedules, split
 from hypergrad.run.status import Capacity, assess, most_words
 from hypergrad.run.step import Signals, State, final_values, initial_state, matches_initial, unstep
 
@@ -71,13 +71,14 @@ def check_reversal(
     run, inputs, _ = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, True, statistics)
     run = dataclasses.replace(settled_driver(run, inputs), watch="states")
     with own_settings():
-        words = int(most_words(run.outside_loop(schedules, inputs.h)))
+        plan = run.outside_loop(schedules, inputs.h)
+        words = int(most_words(plan))
         capacity = tuple(tuple(words if link.decay else None for link in block.chain) for block in run.blocks)
         make = functools.partial(programs.call, _there_and_back) if run.driver == "scan" else _from_python
         judged, end, there, plain = make((run, capacity), inputs)
         if int(judged.status.code) != OK:
             raise judged.status.worst().error()
-        derived = with_all_derivatives(run, inputs, end, there.seen)
+        derived = with_all_derivatives(run, inputs, end, plan, there.seen)
     check_symmetric(derived.watched["asymmetry"], [block.leaf_dtype for block in run.of_parameters])
     mismatch = None
     if not judged.found.all():
@@ -116,7 +117,7 @@ def _there_and_back(run: Run, capacity: Capacity, inputs: Inputs) -> tuple[_Judg
     constant, stepped = run.outside_loop(split, inputs.h)
     gradient = run.maybe_jit(run.gradient)
     consts = (constant, inputs.theta, inputs.frozen)
-    xs = (jnp.arange(run.steps, dtype=jnp.int32), stepped, entries_of(plan))
+    xs = (jnp.arange(run.steps, dtype=jnp.int32), stepped, [schedule.entries for schedule in plan])
 
     def forward(consts: Any, state: State, x: Any) -> Any:
         prints = state_prints(run, state), print_of(run.batch(consts[-1], x[0]))
@@ -133,7 +134,7 @@ def _there_and_back(run: Run, capacity: Capacity, inputs: Inputs) -> tuple[_Judg
             losses.append(value)
             return run.signals(g, statistics, run.more_signals(t, w, theta, frozen, batch))
 
-        state = unstep(run, t, state, join_steps(constant, stepped), entries, again)
+        state = unstep(run, t, state, join_steps(constant, stepped), by_link(run, entries), again)
         print_ = print_of(batch)
         return state, _Pass(state_prints(run, state), print_, Seen(losses[0], None if run.functions.sure else print_))
 
@@ -175,7 +176,7 @@ def _largest(run: Run, state: State) -> Array:
 def _content(run: Run, inputs: Inputs, plan: Any, end: State) -> Any:
     """Bits per parameter and step that the integers in all buffers are long."""
     total: Any = 0.0
-    for block, values, slots, own in zip(run.blocks, inputs.values, end, plan, strict=True):
+    for block, values, slots, own in zip(run.blocks, inputs.values, end, by_link(run, plan), strict=True):
         for link in block.chain:
             if link.decay:
                 total += values[link.name].size * block.buffer(link).length(slots[link.name].digits, own[link.name].words)

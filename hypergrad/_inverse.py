@@ -16,7 +16,7 @@ from hypergrad.batches import full_batch
 from hypergrad.exact import WORD_BITS, Fixed, Heads, grid_range
 from hypergrad.optimizers.block import Block
 from hypergrad.optimizers.chain import GRADIENT, Link, Optimizer
-from hypergrad.run.spec import Run, entries_of, join_steps, schedules, split_steps
+from hypergrad.run.spec import Run, by_link, join_steps, schedules, split_steps
 from hypergrad.run.status import most_words
 from hypergrad.run.step import Slot, State, initial_state, map_state, step, unstep
 
@@ -44,7 +44,7 @@ def check_inverse(optimizer: Optimizer, params: Any = None, *, steps: int = 20, 
         state: State = map_state(lambda block, link, slot: _drawn(rng, block, link, slot), run, fresh)
         compiled = jax.jit(_there_and_back, static_argnums=0)
         for _ in range(5):
-            xs = (jnp.arange(steps, dtype=jnp.int32), stepped, entries_of(plan), signals)
+            xs = (jnp.arange(steps, dtype=jnp.int32), stepped, [schedule.entries for schedule in plan], signals)
             there, back, lost = compiled(run, constant, state, xs)
             if not any(x.any() for x in lost):
                 return _compare(run, *jax.tree.map(np.asarray, (there, back)))
@@ -106,13 +106,13 @@ def _there_and_back(run: Run, constant: Any, state: State, xs: Any) -> tuple[_Tr
 
     def forward(carry: Any, x: Any) -> Any:
         (state, lost), (t, stepped, entries, signals) = carry, x
-        left = step(run, kernel_by_kernel(t, held), state, join_steps(constant, stepped), entries, signals)
+        left = step(run, kernel_by_kernel(t, held), state, join_steps(constant, stepped), by_link(run, entries), signals)
         return (left, [a | b for a, b in zip(lost, _out_of_range(run, left), strict=True)]), _trace(run, state)
 
     def backward(left: State, x: Any) -> Any:
         t, stepped, entries, signals = x
         h = join_steps(constant, stepped)
-        state = unstep(run, kernel_by_kernel(t, held), left, h, entries, lambda w: signals)
+        state = unstep(run, kernel_by_kernel(t, held), left, h, by_link(run, entries), lambda w: signals)
         return state, _trace(run, state)
 
     (end, lost), there = jax.lax.scan(forward, (state, _out_of_range(run, state)), xs)

@@ -23,7 +23,7 @@ from hypergrad.optimizers.block import Block, decided, statistics_in
 from hypergrad.optimizers.chain import PARAMS, STATISTICS, Optimizer
 from hypergrad.optimizers.expand import decay_interval
 from hypergrad.optimizers.initial import final_state
-from hypergrad.optimizers.lay_out import LaidOut, lay_out, statistics_blocks
+from hypergrad.optimizers.lay_out import LaidOut, lay_out, shared, statistics_blocks
 from hypergrad.optimizers.partition import Layer
 from hypergrad.optimizers.statistics import Statistics
 from hypergrad.optimizers.weights import weights_after
@@ -118,12 +118,12 @@ def set_up(
     traced = trace(loss, params, theta, batches, optimizer.signals, pair=means is not None)
     door.check_loss_value(traced.returned if means is None else door.check_evidence(traced.returned, means.values))
     out = lay_out(optimizer, params, steps, state, adjoint.fraction_bits, unbounded=adjoint.buffer == "gmpy2")
-    blocks, values, h = out.blocks, out.values, out.h
+    blocks, values, h, alike = out.blocks, out.values, out.h, out.alike
     statistics_tree = None
     if means is not None:
         statistics_tree = jax.tree.structure(means.values)
-        more, s, rates = statistics_blocks(means, steps, adjoint.fraction_bits, unbounded=adjoint.buffer == "gmpy2")
-        blocks, values, h = [*blocks, *more], [*values, *s], [*h, *rates]
+        more, s, rates, decays = statistics_blocks(means, steps, adjoint.fraction_bits, unbounded=adjoint.buffer == "gmpy2")
+        blocks, values, h, alike = [*blocks, *more], [*values, *s], [*h, *rates], [*alike, *decays]
     of_one_step = jax.eval_shape(lambda h: one_step(h, steps), h)
     seen = (
         None
@@ -143,6 +143,7 @@ def set_up(
         throw=throw,
         linear=linear,
         isolate=not linear or bool(adjoint.isolate),
+        shared=shared(blocks, alike),
         statistics_tree=statistics_tree,
         source=source,
         progress=adjoint.progress,

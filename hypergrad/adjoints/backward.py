@@ -28,7 +28,7 @@ from hypergrad.optimizers.expand import Hypers
 from hypergrad.run.drivers import Pause
 from hypergrad.run.fingerprints import print_of, state_prints
 from hypergrad.run.forward import Seen, of_span
-from hypergrad.run.spec import Inputs, Run, join_steps, split
+from hypergrad.run.spec import Inputs, Run, by_link, join_steps, split
 from hypergrad.run.step import (
     Entries,
     Signals,
@@ -247,7 +247,7 @@ def reverse(
     run: Run,
     inputs: Inputs,
     end: State,
-    entries: Entries,
+    entries: list[Any],
     ct: Cotangents,
     dlosses: Array | None,
     wanted: tuple[bool, ...],
@@ -259,7 +259,7 @@ def reverse(
 
     Call it inside `jax.enable_x64(True)`.
 
-    wanted: which leaves of theta are differentiated. span: None for all steps; what has a leading axis of steps has all.
+    entries: of all steps, for each schedule. wanted: which leaves of theta are differentiated. span: None for all steps.
     doubt, bool []: whether to compute each gradient apart from its derivative all the same; False: from the first on that
     comes out otherwise there. None: as the run says.
     """
@@ -272,7 +272,7 @@ def reverse(
         (constant, theta, unit, frozen), (t, stepped, entries, dloss) = consts, x
         h = join_steps(constant, stepped)
         ct = Cotangents(list(map(decayed, dz, pending)), jax.tree.map(jnp.zeros_like, h), dtheta)
-        done = step_vjp(run, own, t, state, ct, Given(h, entries, theta, frozen, dloss, unit), doubt)
+        done = step_vjp(run, own, t, state, ct, Given(h, by_link(run, entries), theta, frozen, dloss, unit), doubt)
         dstepped = [{k: dh[k] for k in hj} for dh, hj in zip(done.ct.h, stepped, strict=True)]
         dconstant = [{k: dh[k] + old[k] for k in old} for dh, old in zip(done.ct.h, dconstant, strict=True)]
         watched = _watched(run, done)

@@ -26,8 +26,8 @@ from hypergrad.optimizers.chain import Link
 from hypergrad.optimizers.expand import Hypers, concrete, link_numerators
 from hypergrad.run import offload
 from hypergrad.run.forward import Seen, forward
-from hypergrad.run.spec import Inputs, Run, entries_of, schedules
-from hypergrad.run.status import Capacity, Outcome, assess, nothing_kept
+from hypergrad.run.spec import Inputs, Run, by_link, schedules
+from hypergrad.run.status import Capacity, Outcome, Plan, assess, nothing_kept
 from hypergrad.run.step import State, final_values, initial_state, matches, matches_initial
 
 
@@ -43,6 +43,7 @@ class Ends(NamedTuple):
 
     last: State
     first: State | None  # None: what the run began with
+    plan: Plan  # when buffers spill
 
 
 def settled_driver(run: Run, *arrays: Any) -> Run:
@@ -78,16 +79,17 @@ def _forward_pass(run: Run, capacity: Capacity | None, inputs: Inputs) -> tuple[
     plan, state = run.outside_loop(_begin, inputs.values, inputs.h, static=(capacity,))
     middle = None
     if run.offload and capacity is not None:
-        stacks, capacity = offload.empty_stacks(plan), None
-        entries = offload.unslotted(entries_of(plan))
-        end, seen, sizes = forward(run, inputs, state, entries, offload.offload(plan, stacks))
+        own = by_link(run, plan)
+        stacks, capacity = offload.empty_stacks(own), None
+        entries = [schedule.entries.unslotted() for schedule in plan]
+        end, seen, sizes = forward(run, inputs, state, entries, offload.offload(own, stacks))
         integers = _integers(end)
-        end = offload.detached(end, plan, stacks)
+        end = offload.detached(end, own, stacks)
     else:
-        middle, end, seen, sizes = _in_two(run, inputs, state, entries_of(plan))
+        middle, end, seen, sizes = _in_two(run, inputs, state, [schedule.entries for schedule in plan])
         integers = _integers(end)
     outcome = run.outside_loop(_outcome, inputs.values, inputs.h, plan, integers, seen.losses, sizes, static=(capacity,))
-    return outcome, Ends(end, middle), seen.batches
+    return outcome, Ends(end, middle, plan), seen.batches
 
 
 def _in_two(run: Run, inputs: Inputs, state: State, entries: Any) -> tuple[State | None, State, Seen, Array]:
@@ -161,33 +163,34 @@ def _backward_pass(
     doubt: Array | None = None,
 ) -> Back:
     """doubt: as `reverse` has it."""
-    plan, zero = run.outside_loop(_begin_back, inputs, dvalues, static=(wanted,))
-    entries, pause, end = entries_of(plan), None, ends.last
+    zero = run.outside_loop(_begin_back, inputs, dvalues, static=(wanted,))
+    entries, pause, end = [schedule.entries for schedule in ends.plan], None, ends.last
     if run.offload:
         end, stacks = offload.attached(end)
-        entries, pause = offload.unslotted(entries), offload.fetch(plan, stacks)
+        pause = offload.fetch(by_link(run, ends.plan), stacks)
+        entries = [entry.unslotted() for entry in entries]
     span = (run.first, run.steps) if run.first else None
     back = reverse(run, inputs, end, entries, zero, dlosses, wanted.theta, pause, doubt, span)
     gradients, found = run.outside_loop(_gradients, inputs, back, seen, ends.first, static=(wanted,))
     return Back(gradients, found, back.watched, jnp.bool_(False) if back.doubted is None else back.doubted)
 
 
-def with_all_derivatives(run: Run, inputs: Inputs, end: State, seen: Seen) -> Back:
+def with_all_derivatives(run: Run, inputs: Inputs, end: State, plan: Plan, seen: Seen) -> Back:
     """The reverse pass from a known end, as if all that comes out had the cotangent 1 and all that goes in were wanted."""
     ones = jax.tree.map(jnp.ones_like, final_values(run, end))
     wanted = Wanted((True,) * len(inputs.theta), bool(run.statistics))
-    return run_backward(run, wanted, inputs, Ends(end, None), seen, ones, jnp.ones_like(seen.losses))
+    return run_backward(run, wanted, inputs, Ends(end, None, plan), seen, ones, jnp.ones_like(seen.losses))
 
 
-def _begin_back(run: Run, wanted: Wanted, inputs: Inputs, dvalues: list[Floats]) -> tuple[Any, Cotangents]:
-    """When buffers spill, and the cotangents of what comes out."""
+def _begin_back(run: Run, wanted: Wanted, inputs: Inputs, dvalues: list[Floats]) -> Cotangents:
+    """Of what comes out."""
     followed = wanted.statistics or statistics_in(run.blocks)
     dz = [
         {name: d.astype(block.dtype) for name, d in own.items()} if block.of_parameters or followed else {}
         for block, own in zip(run.blocks, dvalues, strict=True)
     ]
     dtheta = [jnp.zeros(x.shape, accumulator(x)) for x in chosen(wanted.theta, inputs.theta)]
-    return schedules(run, inputs.h), Cotangents(dz, jax.tree.map(jnp.zeros_like, inputs.h), dtheta)
+    return Cotangents(dz, jax.tree.map(jnp.zeros_like, inputs.h), dtheta)
 
 
 def _gradients(

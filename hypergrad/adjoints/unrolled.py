@@ -22,7 +22,7 @@ from hypergrad.adjoints.second_order import accumulator
 from hypergrad.exact import substitute
 from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link
-from hypergrad.run.spec import Inputs, Run, entries_of, join_steps, schedules, split_steps
+from hypergrad.run.spec import Inputs, Run, by_link, join_steps, schedules, split_steps
 from hypergrad.run.status import Outcome, assess, nothing_kept
 from hypergrad.run.step import (
     State,
@@ -115,7 +115,7 @@ def _training(run: Run, checkpoints: int | None, inputs: Inputs) -> Outcome:
             if run.transforms:
                 wide_w = [substitute(shadow[j][PARAMS], x) for j, x in enumerate(wide_parameters(run, state))]
                 g = _same_bits(t, run.transformed, [h[j] for j in run.parameters], wide_w, g)
-            signals = run.signals(g, seen, more)
+            signals, entries = run.signals(g, seen, more), by_link(run, entries)
             for j in (*run.statistics, *run.parameters):
                 for link in run.blocks[j].chain:
                     state, shadow = _both(run, j, link, t, state, shadow, h, entries, signals)
@@ -125,7 +125,7 @@ def _training(run: Run, checkpoints: int | None, inputs: Inputs) -> Outcome:
             {k.name: substitute(values[k.name].astype(b.dtype), decoded(b, k, slots)) for k in b.chain}
             for b, values, slots in zip(run.blocks, inputs.values, state, strict=True)
         ]
-        xs = (jnp.arange(run.steps, dtype=jnp.int32), stepped, entries_of(plan))
+        xs = (jnp.arange(run.steps, dtype=jnp.int32), stepped, [schedule.entries for schedule in plan])
         (end, shadow), (losses, seen) = scan(body, (state, first), xs)
         final = [
             {name: substitute(own[name].astype(x.dtype), x) for name, x in values.items()}

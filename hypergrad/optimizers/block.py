@@ -104,13 +104,13 @@ def groups(stacks: list[Stack], fields: list[list[dict[str, Field]]], leaves: li
     found: dict[Hashable, list[int]] = {}
     for i, (stack, own, x) in enumerate(zip(stacks, fields, leaves, strict=True)):
         alone = not stack.entrywise or x.size > LARGE * total
-        values = [_shared(field.values[i]) for layer in own for field in layer.values()]
+        values = [shared_value(field.values[i]) for layer in own for field in layer.values()]
         key = (i if alone else None, x.dtype, tuple(layer.path for layer in stack.layers), *values)
         found.setdefault(key, []).append(i)
     return list(map(tuple, found.values()))
 
 
-def _shared(value: Any) -> Hashable:
+def shared_value(value: Any) -> Hashable:
     """Equal for two leaves only if they have the same value, and one that says nothing of their shape."""
     if isinstance(value, (bool, int, float)):
         return value

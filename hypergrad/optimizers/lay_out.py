@@ -3,14 +3,16 @@
 Invariant: the leaves of all blocks are all leaves, once each, in the order of their first.
 """
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 
-from hypergrad.optimizers.block import Block, Floats, block, groups, known_words
+from hypergrad.optimizers.block import Block, Floats, block, groups, known_words, shared_value
 from hypergrad.optimizers.chain import STATISTICS, Optimizer
 from hypergrad.optimizers.expand import (
+    Field,
     Hypers,
     broadcast_prefix,
     compute_dtype,
@@ -20,7 +22,7 @@ from hypergrad.optimizers.expand import (
     prepared_statistics,
 )
 from hypergrad.optimizers.initial import initial_values
-from hypergrad.optimizers.partition import Layer, layers_of, stacks_of
+from hypergrad.optimizers.partition import Layer, Stack, layers_of, stacks_of
 from hypergrad.optimizers.statistics import MEANS, Statistics
 from hypergrad.optimizers.transform import Transform
 from hypergrad.optimizers.weights import weights_of
@@ -32,6 +34,7 @@ class LaidOut(NamedTuple):
     blocks: list[Block]
     values: list[Floats]  # initial, of each block: link -> floats
     h: list[Hypers]  # of each block
+    alike: list[tuple[Hashable, ...]]  # of each block and link: equal where decays are
     transforms: tuple[Transform, ...]  # in the order in which the gradient passes them
     layers: tuple[Layer, ...]
     names: list[dict[str, str]]  # of each leaf, what users call the fields of its rule
@@ -50,7 +53,7 @@ def lay_out(
     lying = groups(stacks, of_leaf, list(leaves))
     side_by_side = lambda b, parts: _joined(stacks[lying[b][0]].entrywise, parts)  # noqa: E731
     values = initial_values(stacks, layers, lying, params, state, side_by_side)
-    blocks, h = [], []
+    blocks, h, alike = [], [], []
     for own, start in zip(lying, values, strict=True):
         first, stack = own[0], stacks[own[0]]
         path = jax.tree_util.keystr(paths[first])
@@ -66,8 +69,21 @@ def lay_out(
         options: Any = {"entrywise": stack.entrywise, "fraction_bits": fraction_bits, "unbounded": unbounded, "words": words}
         blocks.append(block(own, list(leaves), stack.chain, hj, **options))
         h.append(hj)
+        alike.append(_decays_alike(stack, of_leaf[first], first, given, blocks[-1]))
     names = [{key: field.name for key, field in own[-1].items()} for own in of_leaf]
-    return LaidOut(blocks, values, h, _transforms(layers, blocks), layers, names)
+    return LaidOut(blocks, values, h, alike, _transforms(layers, blocks), layers, names)
+
+
+def _decays_alike(
+    stack: Stack, fields: list[dict[str, Field]], leaf: int, given: frozenset[str], block: Block
+) -> tuple[Hashable, ...]:
+    """Of each link, what tells its decay from another's; of one that `prepare` makes, all that this is made of."""
+    rule = {key: shared_value(field.values[leaf]) for key, field in fields[-1].items()}
+    all_of = (stack.rule.path, *rule.values())
+    return tuple(
+        (link.denominator, link.may_be_one, block.dtype, rule[link.decay] if link.decay in given else (link.decay, all_of))
+        for link in block.chain
+    )
 
 
 def _joined(flat: bool, parts: list[Array]) -> Array:
@@ -87,8 +103,8 @@ def _transforms(layers: tuple[Layer, ...], blocks: list[Block]) -> tuple[Transfo
 
 def statistics_blocks(
     statistics: Statistics, steps: int, fraction_bits: int | None, unbounded: bool
-) -> tuple[list[Block], list[Floats], list[Hypers]]:
-    """One block for each of the running statistics."""
+) -> tuple[list[Block], list[Floats], list[Hypers], list[tuple[Hashable, ...]]]:
+    """One block for each of the running statistics; as `LaidOut` has them."""
     leaves, rates = jax.tree.leaves(statistics.values), prepared_statistics(statistics, steps)
     decays = broadcast_prefix("statistics.decay", statistics.decay, statistics.values, "the statistics")
     blocks, values = [], []
@@ -97,4 +113,19 @@ def statistics_blocks(
         options: Any = {"entrywise": False, "fraction_bits": fraction_bits, "unbounded": unbounded, "words": words}
         blocks.append(block((i,), leaves, (MEANS,), h, **options))
         values.append({STATISTICS: leaf.astype(compute_dtype(leaf))})
-    return blocks, values, rates
+    alike: list[tuple[Hashable, ...]] = [
+        ((MEANS.denominator, b.dtype, shared_value(x)),) for b, x in zip(blocks, decays, strict=True)
+    ]
+    return blocks, values, rates, alike
+
+
+def shared(blocks: list[Block], alike: list[tuple[Hashable, ...]]) -> tuple[tuple[int | None, ...], ...]:
+    """`Run.shared`: one number for all links whose decays are alike."""
+    numbers: dict[Hashable, int] = {}
+    return tuple(
+        tuple(
+            numbers.setdefault((key, buffer), len(numbers)) if link.decay else None
+            for link, key, buffer in zip(block.chain, keys, block.buffers, strict=True)
+        )
+        for block, keys in zip(blocks, alike, strict=True)
+    )

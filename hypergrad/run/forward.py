@@ -12,8 +12,8 @@ from jax import Array
 
 from hypergrad.run.drivers import Pause
 from hypergrad.run.fingerprints import print_of
-from hypergrad.run.spec import Inputs, Run, join_steps, split
-from hypergrad.run.step import Entries, State, parameters, step
+from hypergrad.run.spec import Inputs, Run, by_link, join_steps, split
+from hypergrad.run.step import State, parameters, step
 from hypergrad.run.underflow import sizes
 
 
@@ -25,11 +25,16 @@ class Seen(NamedTuple):
 
 
 def forward(
-    run: Run, inputs: Inputs, state: State, entries: Entries, pause: Pause | None = None, span: tuple[int, int] | None = None
+    run: Run,
+    inputs: Inputs,
+    state: State,
+    entries: list[Any],
+    pause: Pause | None = None,
+    span: tuple[int, int] | None = None,
 ) -> tuple[State, Seen, Array]:
     """Train: `step` for t from first to last - 1, (first, last) = `span`, None for all steps; also `sizes` of gradients.
 
-    Call it inside `jax.enable_x64(True)`. What has a leading axis of steps has all of them.
+    Call it inside `jax.enable_x64(True)`. entries: of all steps, with a leading axis, for each schedule.
     """
     first, last = span or (0, run.steps)
     constant, stepped = run.outside_loop(split, inputs.h)
@@ -55,5 +60,5 @@ def train_step(run: Run, gradient: Callable[..., Any], consts: Any, state: State
     w, batch = parameters(run, t, state), run.batch(frozen, t)
     value, g, statistics = run.isolated_gradient(gradient, t, w, theta, frozen, batch)
     signals = run.signals(g, statistics, run.more_signals(t, w, theta, frozen, batch))
-    state = step(run, t, state, join_steps(constant, stepped), entries, signals)
+    state = step(run, t, state, join_steps(constant, stepped), by_link(run, entries), signals)
     return state, Seen(value, None if run.functions.sure else print_of(batch)), g

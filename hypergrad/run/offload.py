@@ -19,12 +19,12 @@ from jax import Array
 
 from hypergrad.exact import DEFERRED, HEADS, Schedule, Words
 from hypergrad.run.drivers import Pause
-from hypergrad.run.step import Entries, Slot, State
+from hypergrad.run.step import Slot, State
 
 
 CAPACITY = 1  # words on the device
 
-Plan = list[dict[str, Schedule]]
+Plan = list[dict[str, Schedule]]  # of each block, by decaying link
 
 
 @jax.tree_util.register_static
@@ -40,10 +40,6 @@ Stacks = list[dict[str, HostStack]]  # of each block, by decaying link
 
 def empty_stacks(plan: Plan) -> Stacks:
     return [{name: HostStack() for name in own} for own in plan]
-
-
-def unslotted(entries: Entries) -> Entries:
-    return [{name: entry.unslotted() for name, entry in own.items()} for own in entries]
 
 
 def offload(plan: Plan, stacks: Stacks) -> Pause:

@@ -57,6 +57,9 @@ class Run:
     throw: bool
     linear: bool  # whether the gradient enters all chains linearly: its cotangent is then known before it is
     isolate: bool  # whether the gradient is compiled apart from its derivative on the way back, too
+    shared: tuple[
+        tuple[int | None, ...], ...
+    ]  # of each block and link, which of the schedules its buffer has; None: no decay
     foreign: Hashable = None  # what the functions of rules that are not the library's compute today
     collective: bool = False  # whether these speak of an axis that a `jax.vmap` around the run has named
     statistics_tree: Any = None  # of the statistics, as a rule reads them
@@ -67,17 +70,17 @@ class Run:
     retries: bool = False  # whether a reverse pass that fails is tried again with gradients apart
     first: int = 0  # the step that the reverse pass ends with
 
-    @property
+    @functools.cached_property
     def parameters(self) -> range:
         """The blocks that the optimizer moves."""
         return range(sum(block.of_parameters for block in self.blocks))
 
-    @property
+    @functools.cached_property
     def statistics(self) -> range:
         """The others."""
         return range(len(self.parameters), len(self.blocks))
 
-    @property
+    @functools.cached_property
     def of_parameters(self) -> tuple[Block, ...]:
         return self.blocks[: len(self.parameters)]
 
@@ -200,21 +203,23 @@ class Run:
         return eqx.filter_jit(function) if self.driver == "host_eager" else function
 
 
-def schedules(run: Run, h: list[Hypers]) -> list[dict[str, Schedule]]:
-    """When each buffer spills: of each block, by decaying link."""
+def schedules(run: Run, h: list[Hypers]) -> list[Schedule]:
+    """When buffers spill: one for all that have the same decay."""
+    found: dict[int, Schedule] = {}
+    for block, own, row in zip(run.blocks, h, run.shared, strict=True):
+        for link, index in zip(block.chain, row, strict=True):
+            if index is not None and index not in found:
+                numerators = link_numerators(link, own, run.steps)
+                found[index] = block.buffer(link).schedule(numerators, link.denominator)
+    return [found[index] for index in range(len(found))]
+
+
+def by_link(run: Run, shared: list[Any]) -> list[dict[str, Any]]:
+    """Of each block, by decaying link."""
     return [
-        {
-            link.name: block.buffer(link).schedule(link_numerators(link, own, run.steps), link.denominator)
-            for link in block.chain
-            if link.decay
-        }
-        for block, own in zip(run.blocks, h, strict=True)
+        {link.name: shared[index] for link, index in zip(block.chain, row, strict=True) if index is not None}
+        for block, row in zip(run.blocks, run.shared, strict=True)
     ]
-
-
-def entries_of(plan: list[dict[str, Schedule]]) -> list[dict[str, Any]]:
-    """Of all steps, with a leading axis."""
-    return [{name: schedule.entries for name, schedule in own.items()} for own in plan]
 
 
 def split_steps(h: list[Hypers], steps: int) -> tuple[list[Hypers], list[Hypers]]:

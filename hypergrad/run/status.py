@@ -15,12 +15,12 @@ from hypergrad.exact import PUBLIC_WORD_BITS, STEPS, WORD_BITS, Schedule
 from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import PARAMS
 from hypergrad.optimizers.expand import Hypers, first_bad_decay, first_true
-from hypergrad.run.spec import Run
+from hypergrad.run.spec import Run, by_link
 from hypergrad.run.step import State
 from hypergrad.run.underflow import Underflow, underflow
 
 
-Plan = list[dict[str, Schedule]]
+Plan = list[Schedule]
 Capacity = tuple[tuple[int | None, ...], ...]  # words of the buffer of each block and link; None: nothing is kept
 
 
@@ -124,7 +124,7 @@ def _values(run: Run, end: State, losses: Array) -> Found:
 
 def _words(run: Run, plan: Plan, capacity: Capacity) -> Found:
     full = jnp.bool_(False)
-    for block, own, rooms in zip(run.blocks, plan, capacity, strict=True):
+    for block, own, rooms in zip(run.blocks, by_link(run, plan), capacity, strict=True):
         for link, room in zip(block.chain, rooms, strict=True):
             if link.name in own and room is not None:
                 full |= own[link.name].words > room
@@ -132,7 +132,7 @@ def _words(run: Run, plan: Plan, capacity: Capacity) -> Found:
 
 
 def most_words(plan: Plan) -> Array:
-    words = [schedule.words for own in plan for schedule in own.values()]
+    words = [schedule.words for schedule in plan]
     return jnp.stack(words).max() if words else jnp.int32(0)
 
 
@@ -140,7 +140,7 @@ def _bits(run: Run, values: list[Floats], h: list[Hypers], plan: Plan) -> tuple[
     """Per parameter and step, over all that decays: kept (words, and what waits to become one), log2(1/rho)."""
     stored = ideal = jnp.float32(0)
     parameters = sum(values[j][PARAMS].size for j in run.parameters) or 1
-    for block, x, rates, own in zip(run.blocks, values, h, plan, strict=True):
+    for block, x, rates, own in zip(run.blocks, values, h, by_link(run, plan), strict=True):
         for link in block.chain:
             if link.decay:
                 weight = x[link.name].size / parameters
