@@ -19,6 +19,7 @@ from hypergrad._optimize import hypergradient as hypergradient
 from hypergrad._optimize import optimize as optimize
 from hypergrad._optimize import restarts as restarts
 from hypergrad._programs import compiler_options as compiler_options
+from hypergrad._to_optax import to_optax as to_optax
 from hypergrad._train import Trained as Trained
 from hypergrad._train import train as train
 from hypergrad.adjoints import Checkpointed as Checkpointed

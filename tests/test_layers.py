@@ -23,7 +23,7 @@ ROOMS = [
     {"optimizers"},
     {"loop"},
     {"adjoints"},
-    {"_closures", "_door", "_own_rules", "_trace", "_train", "_check", "_inverse"},
+    {"_closures", "_door", "_own_rules", "_to_optax", "_trace", "_train", "_check", "_inverse"},
     {"_safe_files", "_arrays", "_folder_owner"},
     {"_evaluate", "_descent", "_history", "_run_record", "_checkpoint", "_meta_loop", "_optimize"},
     {"_diagnose", "_agreement", "_differences"},
@@ -36,7 +36,7 @@ PLACE = {name: place for place, room in enumerate(ROOMS) for name in room}
 PUBLIC = {
     "train", "Trained", "Statistics", "PerStep", "minibatches", "stacked", "full_batch", "host_batches",
     "SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad",
-    "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "Reversible", "Unrolled", "Checkpointed",
+    "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "to_optax", "Reversible", "Unrolled", "Checkpointed",
     "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots",
     "hypergradient", "optimize", "restarts", "compiler_options", "Result", "MetaStep", "callbacks",
     "check_reversal", "Certificate", "testing", "plots", "studies",
