@@ -16,14 +16,15 @@ PACKAGE = pathlib.Path(hg.__file__).parent
 EXPERIMENTS = PACKAGE.parent / "experiments"
 
 # Importable by all of the rooms; themselves they import only each other and `exact`.
-GROUND = {"_forms", "_program_keys", "_programs", "_settings", "errors", "hypers", "schedules", "batches", "_report"}
+GROUND = {"_forms", "_prefixes", "_program_keys", "_programs", "_report", "_settings"}
+GROUND |= {"batches", "errors", "hypers", "schedules"}
 # Left to right: a room imports from its own and from rooms to its left.
 ROOMS = [
     {"exact"},
     {"optimizers"},
     {"loop"},
     {"adjoints"},
-    {"_closures", "_door", "_own_rules", "_to_optax", "_trace", "_train", "_check", "_inverse"},
+    {"_closures", "_counterparts", "_door", "_own_rules", "_to_optax", "_trace", "_train", "_check", "_inverse"},
     {"_safe_files", "_arrays", "_folder_owner"},
     {"_evaluate", "_descent", "_history", "_run_record", "_checkpoint", "_meta_loop", "_optimize"},
     {"_diagnose", "_agreement", "_differences"},
