@@ -29,6 +29,7 @@ from hypergrad.batches import full_batch as full_batch
 from hypergrad.batches import host_batches as host_batches
 from hypergrad.batches import minibatches as minibatches
 from hypergrad.batches import stacked as stacked
+from hypergrad.dropout import concrete_dropout as concrete_dropout
 from hypergrad.errors import BufferFullError as BufferFullError
 from hypergrad.errors import HypergradError as HypergradError
 from hypergrad.errors import NonFiniteError as NonFiniteError

@@ -17,7 +17,7 @@ EXPERIMENTS = PACKAGE.parent / "experiments"
 
 # Importable by all of the rooms; themselves they import only each other and `exact`.
 GROUND = {"_forms", "_prefixes", "_program_keys", "_programs", "_report", "_settings"}
-GROUND |= {"batches", "errors", "hypers", "schedules"}
+GROUND |= {"batches", "dropout", "errors", "hypers", "schedules"}
 # Left to right: a room imports from its own and from rooms to its left.
 ROOMS = [
     {"exact"},
@@ -38,7 +38,7 @@ PUBLIC = {
     "train", "Trained", "Statistics", "PerStep", "minibatches", "stacked", "full_batch", "host_batches",
     "SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad",
     "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "to_optax", "Reversible", "Unrolled", "Checkpointed",
-    "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots",
+    "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots", "concrete_dropout",
     "hypergradient", "optimize", "restarts", "compiler_options", "Result", "MetaStep", "callbacks",
     "check_reversal", "Certificate", "testing", "plots", "studies",
     "diagnose", "Diagnosis", "check_gradient", "GradientCheck", "check_smoothness", "Smoothness",
