@@ -24,7 +24,7 @@ ROOMS = [
     {"optimizers"},
     {"loop"},
     {"adjoints"},
-    {"_closures", "_counterparts", "_door", "_own_rules", "_to_optax", "_trace", "_train", "_check", "_inverse"},
+    {"_closures", "_counterparts", "_door", "_meshes", "_own_rules", "_to_optax", "_trace", "_train", "_check", "_inverse"},
     {"_safe_files", "_arrays", "_folder_owner"},
     {"_evaluate", "_descent", "_history", "_run_record", "_checkpoint", "_meta_loop", "_optimize"},
     {"_diagnose", "_agreement", "_differences"},
