@@ -19,6 +19,7 @@ from hypergrad._optimize import hypergradient as hypergradient
 from hypergrad._optimize import optimize as optimize
 from hypergrad._optimize import restarts as restarts
 from hypergrad._programs import compiler_options as compiler_options
+from hypergrad._to_optax import to_optax as to_optax
 from hypergrad._train import Trained as Trained
 from hypergrad._train import train as train
 from hypergrad.adjoints import Checkpointed as Checkpointed
@@ -29,6 +30,7 @@ from hypergrad.batches import full_batch as full_batch
 from hypergrad.batches import host_batches as host_batches
 from hypergrad.batches import minibatches as minibatches
 from hypergrad.batches import stacked as stacked
+from hypergrad.dropout import concrete_dropout as concrete_dropout
 from hypergrad.errors import BufferFullError as BufferFullError
 from hypergrad.errors import HypergradError as HypergradError
 from hypergrad.errors import NonFiniteError as NonFiniteError

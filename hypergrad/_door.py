@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad._closures import name_of
+from hypergrad._counterparts import nearest
 from hypergrad._program_keys import contains
 from hypergrad._programs import Program, owned
 from hypergrad.adjoints.base import Adjoint
@@ -45,8 +46,8 @@ def check_kinds(loss: Any, optimizer: Any, batches: Any, adjoint: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         if hasattr(optimizer, "update") and hasattr(optimizer, "init"):
             raise TypeError(
-                "`optimizer` is an optax transformation, which cannot be run backwards exactly; take hg.SGD(learning_rate, "
-                "momentum) or hg.HeavyBall (optax's convention). optax belongs in hg.optimize(..., meta_optimizer=...)."
+                f"`optimizer` is an optax transformation, which cannot be run backwards exactly. {nearest(optimizer)} optax "
+                "belongs in hg.optimize(..., meta_optimizer=...)."
             )
         raise TypeError(f"`optimizer` must be a reversible optimizer such as hg.SGD(0.1, 0.9); got {describe(optimizer)}.")
     if not callable(batches):

@@ -212,7 +212,8 @@ def warn_unused(grads: Any) -> None:
     if not any(used.values()):
         warnings.warn(
             "the hypergradient is exactly zero in every hyperparameter. Either `val_fn` does not depend on them, or it is "
-            "piecewise constant, like an accuracy or an argmax: return a loss instead.",
+            "piecewise constant, like an accuracy or an argmax: return a loss instead. Or training sees them only through "
+            "hard choices, like the rate of a dropout layer: take hg.concrete_dropout.",
             stacklevel=3,
         )
         return
@@ -220,6 +221,6 @@ def warn_unused(grads: Any) -> None:
         if not is_used:
             warnings.warn(
                 f"the hypergradient of hypers{where} is exactly zero everywhere: is it used? "
-                "If it is not to be learned, wrap it in hg.fixed.",
+                "If it is not to be learned, wrap it in hg.fixed; if it is the rate of dropout, take hg.concrete_dropout.",
                 stacklevel=3,
             )

@@ -12,6 +12,7 @@ from jax import Array
 
 from hypergrad import _door as door
 from hypergrad import _programs as programs
+from hypergrad._meshes import reject_explicit
 from hypergrad._program_keys import contains
 from hypergrad._report import mask, surface
 from hypergrad._trace import trace, with_foreign
@@ -108,6 +109,7 @@ def set_up(
     given = {"params": params, "theta": theta, "state": state, "optimizer": optimizer, "statistics": statistics}
     for name, tree in given.items():
         door.reject_domains(name, tree)
+    reject_explicit({**given, "batches": batches})
     params = door.check_params(params)
     means = None if statistics is None else door.check_statistics(statistics)
     steps = door.check_steps(steps, batches)

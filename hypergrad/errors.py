@@ -124,10 +124,11 @@ class Status(eqx.Module):
                 return (
                     f"the reversed run did not {back}, {otherwise}. Unless "
                     "isolate=False was passed, it was tried with gradients compiled apart from their derivatives too. So "
-                    "something else differed between the passes: an increment of an optimizer of your own "
-                    "(hg.testing.check_optimizer), a sum that this device adds up in no fixed order, or a batch or a loss "
-                    "that is another one the second time. hg.check_reversal(...) names the step, the place and the cause; "
-                    "hg.Checkpointed() and hg.Unrolled() reverse nothing."
+                    "something else differed between the passes: a sum that this device adds up in no fixed order, an "
+                    "increment of an optimizer of your own (hg.testing.check_optimizer), or a loss that calls Python and "
+                    "gets another answer. If it is none of these, it is a defect of hypergrad: please report it. "
+                    "hg.check_reversal(...) names the step, the place and the cause; hg.Checkpointed() and hg.Unrolled() "
+                    "reverse nothing."
                 )
 
     def notes(self) -> tuple[str, ...]:

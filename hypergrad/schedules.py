@@ -28,34 +28,50 @@ class Knots(eqx.Module):
     values: Any
     steps: int = eqx.field(static=True)
     kind: str = eqx.field(static=True)
+    positions: tuple[float, ...] | None = eqx.field(static=True, default=None)
 
     def per_step(self) -> PerStep:
         return PerStep(jax.tree.map(self._spread, self.values))
 
     def _spread(self, values: Array) -> Array:
-        weights = jnp.asarray(_weights(values.shape[0], self.steps, self.kind), values.dtype)
+        weights = jnp.asarray(_weights(values.shape[0], self.steps, self.kind, self.positions), values.dtype)
         return jnp.tensordot(weights, values, 1, precision=jax.lax.Precision.HIGHEST)
 
 
-def knots(values: Any, steps: int, kind: str = "linear") -> Knots:
+def knots(values: Any, steps: int, kind: str = "linear", positions: Any = None) -> Knots:
     """schedule_t = sum_k weight_tk values_k: `steps` values from a few, which share their hypergradients' noise.
 
-    values: array [knots] or [knots, *parameter shape], or a pytree of them; the first knot is at step 0, the last at step
-    `steps - 1`, the others evenly between. kind: "linear"; "cubic", the natural spline; "constant", where each value holds
-    for a window of steps / knots. It goes inside a domain and is spread in that domain's coordinates:
-    `hg.positive(hg.knots(jnp.full(8, 0.1), 100))` interpolates logarithms, so it stays positive between its knots too.
+    values: array [knots] or [knots, *parameter shape], or a pytree of them. kind: "linear"; "cubic", the natural spline;
+    "constant", where each value holds until the next knot. positions: the step of each knot, increasing numbers from 0 to
+    `steps - 1` (whole or not), not learned; before the first knot and after the last the schedule is constant. None: the
+    first knot is at step 0, the last at step `steps - 1`, the others evenly between (constant: windows of steps / knots). It
+    goes inside a domain and is spread in that domain's coordinates: `hg.positive(hg.knots(jnp.full(8, 0.1), 100))`
+    interpolates logarithms, so it stays positive between its knots too.
     """
     if kind not in _WEIGHTS:
         raise ValueError(f"`kind` of hg.knots must be one of {', '.join(map(repr, _WEIGHTS))}; got {kind!r}.")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"`steps` of hg.knots must be an integer of at least 1; got {steps!r}.")
+    at = None if positions is None else _checked_positions(positions, steps)
     for path, leaf in jax.tree_util.tree_leaves_with_path(values):
+        where = f"hg.knots{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}"
         if jnp.ndim(leaf) == 0 or not 1 <= jnp.shape(leaf)[0] <= steps:
-            raise ValueError(
-                f"hg.knots{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; its leading axis counts the knots, "
-                f"from 1 to steps={steps}."
-            )
-    return Knots(values, steps, kind)
+            raise ValueError(f"{where}; its leading axis counts the knots, from 1 to steps={steps}.")
+        if at is not None and jnp.shape(leaf)[0] != len(at):
+            raise ValueError(f"{where}, for {len(at)} positions: give one position for each knot.")
+    return Knots(values, steps, kind, at)
+
+
+def _checked_positions(positions: Any, steps: int) -> tuple[float, ...]:
+    must = f"`positions` of hg.knots must be increasing numbers from 0 to steps - 1 = {steps - 1}, one for each knot"
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(positions)):
+        raise TypeError(f"{must}; they are traced. They are not learned: make them Python numbers or a NumPy array.")
+    at = np.asarray(positions)
+    if at.ndim != 1 or not np.issubdtype(at.dtype, np.number) or np.iscomplexobj(at):
+        raise TypeError(f"{must}; got {positions!r}.")
+    if not (at.size and (np.diff(at) > 0).all() and 0 <= at[0] and at[-1] <= steps - 1):
+        raise ValueError(f"{must}; got {positions!r}.")
+    return tuple(float(x) for x in at)
 
 
 def spread(tree: Any) -> Any:
@@ -67,24 +83,32 @@ def _is_knots(x: Any) -> bool:
     return isinstance(x, Knots)
 
 
-def _weights(count: int, steps: int, kind: str) -> np.ndarray:
+def _weights(count: int, steps: int, kind: str, positions: tuple[float, ...] | None = None) -> np.ndarray:
     """What each knot contributes to each step: float64 [steps, knots], rows that sum to 1."""
-    return np.ones((steps, 1)) if count == 1 else _WEIGHTS[kind](count, steps)
+    if count == 1:
+        return np.ones((steps, 1))
+    if positions is None:
+        at = np.arange(count) * steps / count if kind == "constant" else np.linspace(0, steps - 1, count)
+    else:
+        at = np.asarray(positions)
+    return _WEIGHTS[kind](at, np.clip(np.arange(steps), at[0], at[-1]), np.eye(count))
 
 
-def _linear(count: int, steps: int) -> np.ndarray:
-    at = np.linspace(0, steps - 1, count)
-    return np.stack([np.interp(np.arange(steps), at, unit) for unit in np.eye(count)], axis=1)
+# Of knots `at` these places, the weights of each at the steps t, which lie between the first and the last.
 
 
-def _cubic(count: int, steps: int) -> np.ndarray:
+def _linear(at: np.ndarray, t: np.ndarray, units: np.ndarray) -> np.ndarray:
+    return np.stack([np.interp(t, at, unit) for unit in units], axis=1)
+
+
+def _cubic(at: np.ndarray, t: np.ndarray, units: np.ndarray) -> np.ndarray:
     from scipy.interpolate import CubicSpline  # noqa: PLC0415 (a fifth of a second that few need)
 
-    return CubicSpline(np.linspace(0, steps - 1, count), np.eye(count), bc_type="natural")(np.arange(steps))
+    return CubicSpline(at, units, bc_type="natural")(t)
 
 
-def _constant(count: int, steps: int) -> np.ndarray:
-    return np.eye(count)[np.arange(steps) * count // steps]
+def _constant(at: np.ndarray, t: np.ndarray, units: np.ndarray) -> np.ndarray:
+    return units[np.searchsorted(at, t, side="right") - 1]
 
 
 _WEIGHTS = {"linear": _linear, "cubic": _cubic, "constant": _constant}

@@ -113,6 +113,17 @@ def test_hyperparameter_of_another_tree():
         train(optimizer=hg.SGD({"q": 0.1}))
 
 
+def test_field_names_are_no_prefix_of_a_model():
+    net = eqx.filter(eqx.nn.MLP(1, 1, 2, 1, key=jax.random.key(0)), eqx.is_inexact_array)
+    cure = ("A dict of field names is no prefix of MLP", "equinox.tree_at(lambda m: m.layers[0], rates, 0.01)")
+    total = lambda w, *_: sum(jnp.sum(x) for x in jax.tree.leaves(w))  # noqa: E731
+    with fails(ValueError, "pytree prefix of `params`; got the tree", "for params an equinox MLP", *cure):
+        train(total, net, hg.SGD({"layers": 0.1}))
+    with fails(ValueError, "optimizer.learning_rate must be one value or a pytree prefix", *cure):
+        train(total, {"net": net, "b": jnp.zeros(1)}, hg.SGD({"net": {"layers": 0.1}, "b": 0.2}))
+    train(total, net, hg.SGD(eqx.tree_at(lambda m: m.layers[0], jax.tree.map(lambda _: 0.1, net), 0.01)))
+
+
 @pytest.mark.parametrize(("rate", "described"), [("fast", "str 'fast'"), (1j, "complex 1j"), (jnp.tanh, "")])
 def test_hyperparameter_that_is_no_real_number(rate, described):
     with fails(TypeError, "optimizer.learning_rate for params['w'] must be", described):
@@ -178,9 +189,29 @@ def test_steps_that_are_traced():
         jax.jit(lambda steps: train(steps=steps).params)(3)
 
 
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(0.1)])
-def test_an_optax_optimizer(optimizer):
-    with fails(TypeError, "`optimizer` is an optax transformation", "hg.SGD", "meta_optimizer"):
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10)
+ALL = "backwards exactly. There are hg.HeavyBall (optax.sgd with momentum), hg.SGD"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "cure"),
+    [
+        (optax.sgd(0.1), ALL),
+        (optax.sgd(SCHEDULE, 0.9), "Take hg.HeavyBall(learning_rate, momentum). There are"),
+        (optax.adam(0.1), "Take hg.Adam(learning_rate, b1, b2, eps)."),
+        (optax.adamw(SCHEDULE), "Take hg.AdamW(learning_rate, b1, b2, eps, weight_decay)."),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), "Take hg.AdamW(learning_rate"),
+        (optax.chain(optax.add_decayed_weights(0.1), optax.adam(0.1)), "Take hg.add_decayed_weights(hg.Adam("),
+        (optax.rmsprop(0.1, momentum=0.9), "Take hg.RMSProp(learning_rate, decay, momentum, eps)."),
+        (optax.adagrad(0.1), "Take hg.Adagrad(learning_rate, momentum, eps)."),
+        (optax.lion(0.1), ALL),
+        (optax.lamb(0.1), ALL),
+        (optax.inject_hyperparams(optax.adam)(0.1), ALL),
+    ],
+)
+def test_an_optax_optimizer(optimizer, cure):
+    others = ("hg.AdamW", "hg.clip_by_global_norm", "hg.optimize(..., meta_optimizer=...)")
+    with fails(TypeError, "`optimizer` is an optax transformation", cure, *others):
         train(optimizer=optimizer)
 
 

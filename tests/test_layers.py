@@ -32,9 +32,9 @@ PLACE = {name: place for place, room in enumerate(ROOMS) for name in room}
 PUBLIC = {
     "train", "Trained", "Statistics", "PerStep", "minibatches", "stacked", "full_batch", "host_batches",
     "SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad",
-    "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "partition",
+    "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "partition", "to_optax",
     "Reversible", "Truncated", "Unrolled", "Checkpointed",
-    "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots",
+    "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots", "concrete_dropout",
     "hypergradient", "optimize", "restarts", "compiler_options", "Result", "MetaStep", "callbacks",
     "check_reversal", "Certificate", "testing", "plots", "studies",
     "diagnose", "Diagnosis", "check_gradient", "GradientCheck", "check_smoothness", "Smoothness",

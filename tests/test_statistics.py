@@ -155,7 +155,7 @@ def test_evidence_that_changes_is_found_out() -> None:
     arguments, statistics = (jnp.ones(2), hg.SGD(0.1), hg.full_batch(jnp.zeros(2))), jnp.zeros(2)
     proof = hg.check_reversal(changing(), *arguments, steps=3, statistics=statistics)
     assert not proof.exact and proof.first_mismatch.place == "statistics"
-    with pytest.raises(hg.ReversalError, match="did not return to the initial bits of statistics"):
+    with pytest.raises(hg.ReversalError, match="bits of statistics.*a loss that calls Python.*a defect of hypergrad"):
         jax.grad(lambda s: jnp.sum(run(changing(), s).params))(statistics)
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad._prefixes import hint, outline
 from hypergrad._programs import owned
 from hypergrad.errors import RangeError, decay_sentence
 from hypergrad.exact import SMALLEST_RATIO, numerator, to_ratio
@@ -140,11 +141,9 @@ def broadcast_prefix(name: str, value: Any, params: Any, of: str = "params") -> 
     try:
         return jax.tree.leaves(jax.tree.broadcast(value, params, is_leaf=is_leaf), is_leaf=is_leaf)
     except ValueError as e:
-        of_numbers = isinstance(value, list) and not isinstance(params, list)
-        hint = " A list is a tree of its entries: make it an array, jnp.array([...])." if of_numbers else ""
         raise ValueError(
             f"{name} must be one value or a pytree prefix of {'`params`' if of == 'params' else of}; got the tree "
-            f"{jax.tree.structure(value, is_leaf=is_leaf)} for {of} {jax.tree.structure(params)}.{hint}"
+            f"{outline(value, is_leaf)} for {of} {outline(params)}.{hint(value, params)}"
         ) from e
 
 

@@ -5,6 +5,7 @@ Invariant: the `state` that a run ends with is a `state` that a run may begin wi
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -46,19 +47,20 @@ def _first(link: Link, leaf: Array, given: tuple[str, Any] | None) -> Array:
     if given is None:
         return start
     where, x = given
-    if x is None or jnp.shape(x) != start.shape or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+    if not eqx.is_array_like(x) or jnp.shape(x) != start.shape or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         raise ValueError(f"{where} must be a float array of shape {start.shape}; got {describe(x)}.")
     return owned(x).astype(start.dtype)
 
 
 def _state_leaves(name: str, given: Any, params: Any) -> list[tuple[str, Any]]:
     """(path, value) for each leaf of the parameters; None where it has no such link."""
-    is_leaf = lambda x: x is None  # noqa: E731
-    tree: Any = jax.tree.structure(params)
-    if jax.tree.structure(given, is_leaf=is_leaf) != tree:
-        raise ValueError(f"state[{name!r}] must have the tree of `params`, {tree}; got {jax.tree.structure(given)}.")
-    leaves = jax.tree_util.tree_leaves_with_path(given, is_leaf=is_leaf)
-    return [(f"state[{name!r}]{jax.tree_util.keystr(path)}", x) for path, x in leaves]
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    try:
+        values = tree.flatten_up_to(given)
+    except ValueError as e:
+        message = f"state[{name!r}] must have the tree of `params`, {tree}; got {jax.tree.structure(given)}."
+        raise ValueError(message) from e
+    return [(f"state[{name!r}]{jax.tree_util.keystr(path)}", x) for (path, _), x in zip(leaves, values, strict=True)]
 
 
 def final_state(blocks: tuple[Block, ...], values: list[dict[str, Array]], tree: Any) -> dict[str, Any]:

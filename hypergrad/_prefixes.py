@@ -1,0 +1,36 @@
+"""Why a tree of hyperparameters is no prefix of a tree of parameters, for errors.
+
+Invariant: a hint is true of the two trees, and says what to write instead.
+"""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+
+
+def outline(tree: Any, is_leaf: Any = None) -> str:
+    """The structure of a tree, or the class of a model, whose structure nobody can read."""
+    return f"an equinox {type(tree).__name__}" if isinstance(tree, eqx.Module) else str(jax.tree.structure(tree, is_leaf))
+
+
+def hint(value: Any, tree: Any) -> str:
+    """What may be meant by a value that is no prefix of the tree: a sentence with a space before it, or nothing."""
+    if isinstance(value, list) and not isinstance(tree, list):
+        return " A list is a tree of its entries: make it an array, jnp.array([...])."
+    if model := _model_by_names(value, tree):
+        return (
+            f" A dict of field names is no prefix of {model}: make one of the model, rates = jax.tree.map(lambda _: 0.1, "
+            "params), and change parts of it, equinox.tree_at(lambda m: m.layers[0], rates, 0.01)."
+        )
+    return ""
+
+
+def _model_by_names(value: Any, tree: Any) -> str:
+    """The class of an equinox model that a dict stands for; "" if there is none."""
+    if not isinstance(value, dict):
+        return ""
+    if isinstance(tree, eqx.Module):
+        return type(tree).__name__
+    parts = [(x, tree[name]) for name, x in value.items() if name in tree] if isinstance(tree, dict) else []
+    return next((model for x, part in parts if (model := _model_by_names(x, part))), "")
