@@ -204,7 +204,7 @@ def table(header: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> str:
 
 def measured(record: Record) -> str:
     """How and where, in short; `provenance` is for the log."""
-    return f"Medians of {_rounds(record)} interleaved rounds; {machine(record)}"
+    return f"Medians of up to {_rounds(record)} rounds; {machine(record)}"
 
 
 def machine(record: Record) -> str:
