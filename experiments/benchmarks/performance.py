@@ -1,4 +1,4 @@
-"""All numbers of docs/performance.md: this command measures them, `experiments.benchmarks.report` writes them down.
+"""The numbers of README.md and docs/performance.md: this measures them, `experiments.benchmarks.report` writes them down.
 
     python -m experiments.benchmarks.performance [--parts mlp conv ...] [--torch-python PATH]
 
