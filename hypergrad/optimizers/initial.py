@@ -54,9 +54,9 @@ def _first(link: Link, leaf: Array, given: tuple[str, Any] | None) -> Array:
 
 def _state_leaves(name: str, given: Any, params: Any) -> list[tuple[str, Any]]:
     """(path, value) for each leaf of the parameters; None where it has no such link."""
-    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    leaves, tree = jax.tree_util.tree_leaves_with_path(params), jax.tree.structure(params)
     try:
-        values = tree.flatten_up_to(given)
+        values = tree.flatten_up_to(given)  # type: ignore[attr-defined]
     except ValueError as e:
         message = f"state[{name!r}] must have the tree of `params`, {tree}; got {jax.tree.structure(given)}."
         raise ValueError(message) from e
