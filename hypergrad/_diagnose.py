@@ -12,8 +12,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from hypergrad._evaluate import objective
-from hypergrad._meta_loop import default_key
+from hypergrad._evaluate import default_key, objective
 from hypergrad._report import Trace, probe
 from hypergrad.adjoints.second_order import check_symmetric
 from hypergrad.errors import Status
@@ -78,16 +77,21 @@ def diagnose(
     for trace in traces:
         check_symmetric(trace.asymmetry, [np.float32])
     norm = float(optax.tree.norm(grads))
-    return max((_judge(t, float(value), norm, len(traces)) for t in traces), key=_badness)
+    return max((judge(t, float(value), norm, len(traces)) for t in traces), key=_badness)
 
 
-def _judge(trace: Trace, value: float, gradient_norm: float, runs: int) -> Diagnosis:
+def growth(norms: np.ndarray) -> float:
+    """The largest factor by which norms [steps + 1] grow backwards over any stretch; NaN if none is finite."""
+    logs = _logs(norms[_first_finite(norms) :])
+    return float(np.exp(np.max(logs - np.minimum.accumulate(logs[::-1])[::-1]))) if len(logs) else math.nan
+
+
+def judge(trace: Trace, value: float, gradient_norm: float, runs: int) -> Diagnosis:
     norms = trace.norms[PARAMS]
     steps = len(norms) - 1
     first = _first_finite(norms)
-    logs = _logs(norms[first:])
-    growth = float(np.exp(np.max(logs - np.minimum.accumulate(logs[::-1])[::-1]))) if len(logs) else math.nan
-    exploding = growth >= GROWTH and bool(trace.status.ok)
+    logs, grown = _logs(norms[first:]), growth(norms)
+    exploding = grown >= GROWTH and bool(trace.status.ok)
     onset = until = None
     verdict: Verdict = "healthy"
     if exploding:
@@ -99,7 +103,7 @@ def _judge(trace: Trace, value: float, gradient_norm: float, runs: int) -> Diagn
     a, b = (onset - first, until - first) if exploding and onset is not None and until is not None else (0, len(logs) - 1)
     per_step = math.exp((logs[a] - logs[b]) / (b - a)) if b > a else math.nan
     return Diagnosis(
-        verdict, onset, until, growth, per_step, value, gradient_norm, trace.norms, trace.losses, trace.status, runs
+        verdict, onset, until, grown, per_step, value, gradient_norm, trace.norms, trace.losses, trace.status, runs
     )
 
 

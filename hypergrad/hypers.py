@@ -131,8 +131,16 @@ def check_hypers(hypers: Any) -> Any:
 
 def hyper_path(path: Any) -> str:
     """The path of a leaf as the user wrote it: without the fields of domains and `PerStep`."""
-    ours = ("unconstrained", "values")
-    return jax.tree_util.keystr(tuple(k for k in path if getattr(k, "name", None) not in ours))
+    return jax.tree_util.keystr(_as_written(path))
+
+
+def hyper_name(path: Any) -> str:
+    """The same as a name for records and curves: "l2/hidden/w", and "hypers" for a hyperparameter that is all there is."""
+    return jax.tree_util.keystr(_as_written(path), simple=True, separator="/") or "hypers"
+
+
+def _as_written(path: Any) -> tuple[Any, ...]:
+    return tuple(k for k in path if getattr(k, "name", None) not in ("unconstrained", "values"))
 
 
 def describe_hypers(hypers: Any) -> dict[str, str]:

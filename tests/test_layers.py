@@ -16,7 +16,9 @@ PACKAGE = pathlib.Path(hg.__file__).parent
 EXPERIMENTS = PACKAGE.parent / "experiments"
 
 # Importable by all of the rooms; themselves they import only each other and `exact`.
-GROUND = {"_forms", "_program_keys", "_programs", "_settings", "errors", "hypers", "schedules", "batches", "_report"}
+GROUND = {
+    "_forms", "_program_keys", "_lifted", "_programs", "_settings", "errors", "hypers", "schedules", "batches", "_report",
+}  # fmt: skip
 # Left to right: a room imports from its own and from rooms to its left.
 ROOMS = [
     {"exact"},
@@ -25,12 +27,15 @@ ROOMS = [
     {"adjoints"},
     {"_closures", "_door", "_own_rules", "_trace", "_train", "_check", "_inverse"},
     {"_safe_files", "_arrays", "_folder_owner"},
-    {"_evaluate", "_descent", "_history", "_run_record", "_checkpoint", "_meta_loop", "_optimize"},
-    {"_diagnose", "_agreement", "_differences"},
-    {"callbacks", "plots", "testing"},
+    {
+        "_average", "_evaluate", "_diagnose", "callbacks", "_stability", "_descent", "_history", "_run_record",
+        "_checkpoint", "_meta_loop", "_optimize",
+    },
+    {"_agreement", "_differences"},
+    {"plots", "testing"},
     {"hypergrad"},  # the package itself: what `import hypergrad` gives
     {"studies"},
-]
+]  # fmt: skip
 PLACE = {name: place for place, room in enumerate(ROOMS) for name in room}
 
 PUBLIC = {
@@ -178,6 +183,7 @@ def test_signatures_are_the_agreed_ones():
         assert names_of(function)[:4] == ["train_fn", "val_fn", "hypers", "key"]
     assert names_of(hg.optimize)[:3] == ["train_fn", "val_fn", "hypers"]
     assert {"meta_steps", "meta_optimizer", "key", "callbacks", "jit", "skip_nonfinite"} <= set(names_of(hg.optimize))
+    assert names_of(hg.optimize)[-3:] == ["aggregate", "diagnose", "stop_on_growth"]
     assert names_of(hg.minibatches) == ["data", "batch_size", "key", "replacement"]
     assert names_of(hg.Reversible) == ["capacity", "fraction_bits", "driver", "buffer", "isolate", "progress"]
     agreed = ["loss", "params", "optimizer", "batches", "theta", "steps", "state"]
@@ -194,7 +200,7 @@ def test_fields_are_the_agreed_ones():
     assert hg.Result._fields == ("hypers", "best", "history")
     assert hg.MetaStep._fields == (
         "step", "value", "gradient_norm", "seconds", "status", "bits_per_parameter_step", "hypers",
-        "value_error", "gradient_error", "failed_seeds", "monitor",
+        "value_error", "gradient_error", "failed_seeds", "monitor", "gradients", "clipped_seeds", "growth",
     )  # fmt: skip
     agreed = {"exact", "first_mismatch", "bits_per_parameter_step", "ideal_bits_per_parameter_step", "max_abs"}
     assert agreed <= set(hg.Certificate._fields)

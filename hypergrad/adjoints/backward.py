@@ -183,7 +183,7 @@ def reverse(
     (start, rest, doubted), (dstepped, seen, watched) = problem.run(body, consts, carry, xs, True, pause)
     dz, owed, ds, dconstant, dtheta = rest
     dh = problem.beside(_joined, dconstant, dstepped, inputs.h)
-    if problem.watch == "norms":
+    if problem.watch in ("norms", "growth"):
         watched["norms"] = jax.tree.map(lambda before, last: jnp.append(before, last), watched["norms"], last_norms)
     return Reversed(start, Cotangents({**decayed(dz, owed), **ds}, dh, dtheta), seen, watched, doubted)
 
@@ -192,7 +192,7 @@ def _watched(problem: Problem, state: Exact, dz: Values, asymmetry: Array | None
     """Of one step: |cotangent| of each link, float64 [], or prints of the state before it; and whether J is symmetric."""
     if not problem.watch:
         return {}
-    what = {"norms": _norms(dz)} if problem.watch == "norms" else {"states": state_prints(problem, state)}
+    what = {"norms": _norms(dz)} if problem.watch in ("norms", "growth") else {"states": state_prints(problem, state)}
     return {**what, "asymmetry": asymmetry}
 
 

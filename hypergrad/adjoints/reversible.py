@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
-from hypergrad._report import mask, probing, surface, trace
+from hypergrad._report import logarithms, mask, probing, surface, trace, watched
 from hypergrad._settings import own_settings
 from hypergrad.adjoints.passes import Back, Capacity, Wanted, capacities, run_backward, run_forward, settled_driver
 from hypergrad.errors import BATCHES, LOSSES, OK, REVERSAL, Status
@@ -72,6 +72,8 @@ class Reversible:
     def run(self, problem: Problem, inputs: Inputs) -> Outcome:
         if probing():
             problem = dataclasses.replace(problem, watch="norms", throw=False)
+        elif watched():
+            problem = dataclasses.replace(problem, watch="growth")
         return _run(problem, self.capacity, *inputs)
 
 
@@ -121,9 +123,9 @@ def _run_bwd(problem: Problem, capacity: int | None, residuals: Residuals, ct: O
     known, wanted = residuals.known, Wanted(residuals.known.theta, followed)
     back = run_backward(problem, wanted, inputs, residuals.end, residuals.seen, dvalues, dlosses, again=known.again)
     status = _certificate(residuals.status, back, _faint(dvalues[PARAMS]))
-    if problem.watch:
+    if problem.watch == "norms":
         trace(status, residuals.seen.losses, **back.watched)
-    ok = surface(status, problem.throw)
+    ok = surface(status, problem.throw, logarithms(back.watched["norms"]) if problem.watch == "growth" else None)
     dvalues, dh, dtheta = mask(ok, back.gradients)
     return dvalues, dh, dtheta, None
 

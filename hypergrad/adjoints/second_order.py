@@ -100,7 +100,7 @@ def products(
         if symmetric:
             f = lambda w: gradients(w, these, *rest)  # noqa: E731
             (g, g_theta), (hu, cross), (value, seen) = settled(jax.jvp(f, (w,), (u,), has_aux=True))
-            if problem.watch:
+            if problem.watch and problem.watch != "growth":
                 transposed = jax.vjp(field, w, these, has_aux=True)[1]((u, jnp.zeros_like(value), []))
                 asymmetry = _asymmetry((hu, cross), transposed)
         else:

@@ -55,7 +55,7 @@ class Problem:
     words: tuple[int | None, ...]  # per link: buffer words per parameter, where its decay is known beforehand
     throw: bool
     statistics: tuple[Rule, ...] = ()  # how they move, if there are any: one chain of one link, whose "gradient" is evidence
-    watch: str = ""  # what else the reverse pass gives of each step: "norms" of its cotangents, prints of its "states"
+    watch: str = ""  # what else the reverse pass gives of each step: "norms" of its cotangents, "growth", "states"
     source: HostBatches | None = None  # of batches that Python loads, for host drivers
     progress: drivers.Progress | None = None  # told by host drivers how far they are
     shelved: bool = False  # whether spilled words go to host memory
