@@ -7,11 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
-from test_optimize import RATE, loss, trainer, val_fn
+from test_optimize import RATE, trainer, val_fn
 
 import hypergrad as hg
 from hypergrad import _evaluate
