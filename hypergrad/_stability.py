@@ -29,24 +29,30 @@ class Stability:
         self.told: set[bool] = set()
 
     def tell(self, done: Any, ledger: Ledger, history: list[Any]) -> None:
-        """A warning, if training explodes at the first meta-step, or at one where the hypergradient jumps."""
+        """A warning, if training explodes at the first meta-step, or at one where the hypergradient jumps, or a seed's."""
         first = not history
-        if first in self.told or not _unstable(done) or not (first or _jumped(done, history)):
+        what = "training is unstable" if first else _jump(done, history, bool(self.told))
+        if first in self.told or not _unstable(done) or not what:
             return
         self.told.add(first)
         found = diagnosed(ledger, done)
-        what = "training is unstable" if first else f"the hypergradient has jumped, to a norm of {done.gradient_norm:.3g}"
-        noise = (
-            f", and seeds disagree (signal to noise {done.signal_to_noise:.1f}; noise alone has 1)" if _noisy(done) else ""
-        )
+        worst = f" in the worst of {found.runs} runs" if found.runs > 1 else ""
+        noise = f", and seeds disagree (signal to noise {done.signal_to_noise:.1f}; noise alone has 1)"
         cure = "" if first else ", go on from the best step with a lower meta-learning rate"
         warnings.warn(
             f"hg.optimize, meta-step {done.step}: {what}. Going back over the {len(found.losses)} steps, the derivative "
-            f"grows {found.growth:.2g} times in the worst of {found.runs} runs{noise}; from {GROWTH:.0f} times on, "
-            f"following it makes no sense. Lower the learning rate{_since(found)}, clip the gradient "
-            f"(hg.clip_by_global_norm), or take fewer steps{cure}. hg.diagnose says more; diagnose=False does without this.",
+            f"grows {found.growth:.2g} times{worst}{noise if _noisy(done) else ''}; from {GROWTH:.0f} times on, following "
+            f"it makes no sense. Lower the learning rate{_since(found)}, clip the gradient (hg.clip_by_global_norm), or "
+            f"take fewer steps{cure}. hg.diagnose says more; diagnose=False does without this.",
             stacklevel=5,
         )
+
+
+def _jump(done: Any, history: list[Any], told: bool) -> str:
+    """What has jumped, "" if nothing has. told: whether instability is known, so that one seed's is no news."""
+    if not done.gradient_norm <= JUMP * statistics.median([before.gradient_norm for before in history]):
+        return f"the hypergradient has jumped, to a norm of {done.gradient_norm:.3g}"
+    return f"the hypergradients of {done.clipped_seeds} seeds have jumped" if done.clipped_seeds and not told else ""
 
 
 def _unstable(done: Any) -> bool:
@@ -76,11 +82,6 @@ def diagnosed(ledger: Ledger, done: Any) -> Diagnosis:
     norms = _norms(max(ledger.norms, key=lambda logs: np.nan_to_num(growth(_norms(logs)[PARAMS]))))
     losses = np.full(len(norms[PARAMS]) - 1, np.nan)
     return judge(Trace(done.status, losses, norms), done.value, done.gradient_norm, len(ledger.norms))
-
-
-def _jumped(done: Any, history: list[Any]) -> bool:
-    usual = statistics.median([before.gradient_norm for before in history])
-    return bool(done.clipped_seeds) or not done.gradient_norm <= JUMP * usual
 
 
 def _norms(logs: Norms) -> dict[str, np.ndarray]:

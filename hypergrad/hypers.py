@@ -12,8 +12,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import wadler_lindig
 from jax import Array
 
+from hypergrad._shown import shown
 from hypergrad.schedules import spread
 
 
@@ -21,12 +23,20 @@ _UNIT_MARGIN = 2.0**-16  # the smallest momentum that the exact layer represents
 
 
 class Domain(eqx.Module):
-    """A hyperparameter (pytree) stored unconstrained; `natural` gives what `train_fn` sees. Made by `hg.positive`, ..."""
+    """A hyperparameter (pytree) stored unconstrained; `natural` gives what `train_fn` sees. Made by `hg.positive`, ...
+
+    It prints what is stored, for a hypergradient has the same form and is no point of the domain.
+    """
 
     unconstrained: Any
     kind: str = eqx.field(static=True)
     low: float = eqx.field(static=True, default=-math.inf)
     high: float = eqx.field(static=True, default=math.inf)
+
+    def __pdoc__(self, **_: Any) -> Any:
+        ends = f", {self.low:.6g}..{self.high:.6g}" if self.kind == "bounded" else ""
+        stored = "" if self.kind == "fixed" else "unconstrained "
+        return wadler_lindig.TextDoc(f"{self.kind}({stored}{shown(self.unconstrained)}{ends})")
 
     def natural(self) -> Any:
         values = spread(self.unconstrained)

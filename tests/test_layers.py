@@ -18,6 +18,7 @@ EXPERIMENTS = PACKAGE.parent / "experiments"
 # Importable by all of the rooms; themselves they import only each other and `exact`.
 GROUND = {
     "_forms", "_program_keys", "_lifted", "_programs", "_settings", "errors", "hypers", "schedules", "batches", "_report",
+    "_shown",
 }  # fmt: skip
 # Left to right: a room imports from its own and from rooms to its left.
 ROOMS = [
