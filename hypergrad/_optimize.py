@@ -69,9 +69,9 @@ def optimize(
     as host drivers need. skip_nonfinite: average over the seeds that did not diverge, and leave the hypers alone where
     all did, instead of raising. aggregate: how the hypergradients of seeds become one; "mean"; "clipped": weighed by min(1,
     (3 median norm / norm)^2), so that none that explodes moves the mean; None: "clipped", but "mean" for line searches.
-    diagnose: measure at each meta-step how much the derivative of training grows backwards (`MetaStep.growth`), which takes
-    up to 5% more time, and warn where it explodes at the first one or where the hypergradient jumps. stop_on_growth: stop
-    where it stays long, and take the best hypers, by `hg.callbacks.StopOnGrowth()`, unless one is among the `callbacks`.
+    diagnose: measure at each meta-step how much the derivative of training grows backwards (`MetaStep.growth`), for 2 to 4%
+    more time, and warn where it explodes at the first one or where the hypergradient jumps. stop_on_growth: stop where it
+    stays long, and take the best hypers, by `hg.callbacks.StopOnGrowth()`, unless one is among the `callbacks`.
     """
     loop = MetaLoop(
         train_fn, val_fn, meta_steps=meta_steps, meta_optimizer=meta_optimizer, key=key, seeds_per_step=seeds_per_step,

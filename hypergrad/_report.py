@@ -28,7 +28,8 @@ Norms = dict[str, Any]  # link -> log of the norm of its cotangent before each s
 class Ledger:
     """Collects the statuses of the runs inside one evaluation, from compiled code too (`listen`).
 
-    watch: also the norms of their cotangents, step by step, which costs up to a twentieth of a hypergradient.
+    watch: also the norms of the cotangents of their parameters, step by step: 2 to 4% of a hypergradient, measured on the
+    benchmark's network with SGD and Adam.
     """
 
     def __init__(self, watch: bool = False) -> None:

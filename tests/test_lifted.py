@@ -99,6 +99,7 @@ def train_fn(hypers, key):
 hypers = {"rate": hg.positive(hg.PerStep(jnp.full(8, 0.1))), "penalty": hg.positive(0.1)}
 result = hg.optimize(train_fn, lambda w: jnp.sum((w - 1) ** 2), hypers, seeds_per_step=3, meta_steps=meta_steps,
                      checkpoint=folder + "/run")
+hg.hypergradient(train_fn, lambda w: jnp.sum(w), hypers)  # eager
 count = {name.rsplit("/", 1)[1]: events.count(name) for name in set(events) if "compilation_cache" in name}
 print(json.dumps(count | {"steps": len(result.history)}))
 """

@@ -176,7 +176,7 @@ def reverse(
     xs = (jnp.arange(problem.steps, dtype=jnp.int32), stepped, turns, dlosses)
     dz = {name: leaves for name, leaves in ct.z.items() if name != STATISTICS}
     ds = {name: leaves for name, leaves in ct.z.items() if name == STATISTICS}
-    last_norms = _norms(dz)
+    last_norms = _norms(problem, dz)
     owed = decays(rule, later, ones)
     carry = (end, (dz, owed, ds, jax.tree.map(jnp.zeros_like, constant), ct.theta), doubt)
     consts = (constant, inputs.theta, _largest((ct.z, dlosses)), inputs.frozen)
@@ -192,7 +192,9 @@ def _watched(problem: Problem, state: Exact, dz: Values, asymmetry: Array | None
     """Of one step: |cotangent| of each link, float64 [], or prints of the state before it; and whether J is symmetric."""
     if not problem.watch:
         return {}
-    what = {"norms": _norms(dz)} if problem.watch in ("norms", "growth") else {"states": state_prints(problem, state)}
+    what = (
+        {"norms": _norms(problem, dz)} if problem.watch in ("norms", "growth") else {"states": state_prints(problem, state)}
+    )
     return {**what, "asymmetry": asymmetry}
 
 
@@ -231,6 +233,8 @@ def _ones(constant: Hypers, stepped: Hypers) -> Hypers:
     return join_steps(*jax.tree.map(jnp.ones_like, (constant, jax.tree.map(lambda x: x[0], stepped))))
 
 
-def _norms(dz: Values) -> dict[str, Array]:
+def _norms(problem: Problem, dz: Values) -> dict[str, Array]:
+    """Of every link; of the parameters alone for "growth", since XLA:CPU adds up numbers one after the other."""
     # In float64: the square of an exploding float32 would overflow long before the cotangent does.
+    dz = {PARAMS: dz[PARAMS]} if problem.watch == "growth" else dz
     return {name: jnp.sqrt(sum(jnp.sum(x.astype(jnp.float64) ** 2) for x in leaves)) for name, leaves in dz.items()}
