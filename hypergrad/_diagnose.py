@@ -15,6 +15,7 @@ from jax import Array
 from hypergrad._evaluate import default_key, objective
 from hypergrad._report import Trace, probe
 from hypergrad.adjoints.second_order import check_symmetric
+from hypergrad.callbacks import EXPLODING
 from hypergrad.errors import Status
 from hypergrad.hypers import check_hypers, split_fixed
 from hypergrad.optimizers.chain import PARAMS
@@ -25,7 +26,7 @@ Verdict = Literal["healthy", "exploding", "vanishing", "not finite"]
 # Measured on three-layer networks (digits, and the thesis's Figure 6.10): 2 to 10 times while the learning rate is sound, 14
 # where the hypergradient first changes sign. At 45 a hypergradient still predicts changes of 0.1 to 0.5 % of the learning
 # rates; from 130 on it predicted none, down to 0.1 %. So 100 is where following it stops to make sense.
-GROWTH = 100.0
+GROWTH = EXPLODING
 # What is smaller than that beside the rest is lost in the rounding of float32 when meta-optimizers sum over steps.
 SHRINKAGE = 1e-6
 

@@ -114,11 +114,11 @@ class MetaLoop:
         """Of a stop that nobody asked for."""
         if self.guard is not None and self.guard.stopped:
             warnings.warn(
-                f"hg.optimize stops at meta-step {history[-1].step}: the last {self.guard.patience} hypergradients were "
-                f"more than {self.guard.factor:g} times as long as usual, and their values no better. `hypers` of the "
-                f"result are those of its `best`, meta-step {best(history).step}. Go on from there with a lower "
-                "meta-learning rate or more seeds_per_step; callbacks=[hg.callbacks.StopOnGrowth(factor, patience)] waits "
-                "longer, and stop_on_growth=False does not stop.",
+                f"hg.optimize stops at meta-step {history[-1].step}: the last {self.guard.patience} hypergradients, or the "
+                f"growth behind them, were more than {self.guard.factor:g} times as large as they should be, and their "
+                f"values no better. `hypers` of the result are those of its `best`, meta-step {best(history).step}. Go on "
+                "from there with a lower meta-learning rate or more seeds_per_step; callbacks=[hg.callbacks.StopOnGrowth("
+                "factor, patience)] waits longer, and stop_on_growth=False does not stop.",
                 stacklevel=4,
             )
 

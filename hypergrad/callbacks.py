@@ -14,6 +14,9 @@ import time
 from typing import IO, Any
 
 
+EXPLODING = 100.0  # of `MetaStep.growth`
+
+
 class Progress:
     """A line per meta-step on standard error, or on `file`.
 
@@ -42,7 +45,7 @@ class Progress:
             line += f"   {done.failed_seeds} failed"
         if done.clipped_seeds:
             line += f"   {done.clipped_seeds} clipped"
-        if done.growth >= 100:  # as hypergrad/_diagnose.py::GROWTH
+        if done.growth >= EXPLODING:
             line += f"   training amplifies {done.growth:.2g} times"
         self._print("   ".join((line, *done.at_bounds)))
 
@@ -70,10 +73,12 @@ class Steps:
 
 
 class StopOnGrowth:
-    """Stop once |gradient| has exceeded `factor` times its median so far for `patience` meta-steps in a row, none the best.
+    """Stop where hypergradients have grown for `patience` meta-steps in a row, none of them the best.
 
-    A hypergradient that grows while the value no longer falls is about to turn chaotic (thesis, section 6.4). `hg.optimize`
-    has one of these unless it is given another, or stop_on_growth=False; where one stops it, `Result.hypers` are the best.
+    Grown is |gradient| above `factor` times its median so far, or `MetaStep.growth` above `factor` times 100, where training
+    counts as exploding, and what it was at the first meta-step. A hypergradient that grows while the value no longer falls
+    is about to turn chaotic (thesis, section 6.4). `hg.optimize` has one of these unless it is given another, or
+    stop_on_growth=False; where one stops it, `Result.hypers` are the best.
     """
 
     def __init__(self, factor: float = 10.0, patience: int = 3) -> None:
@@ -84,7 +89,7 @@ class StopOnGrowth:
 
     def begin(self, history: list[Any] | None) -> None:
         self.norms: list[float] = []
-        self.lowest, self.grown = float("inf"), 0
+        self.lowest, self.grown, self.usual_growth = float("inf"), 0, EXPLODING
         for done in history or ():
             self(done)
 
@@ -97,9 +102,12 @@ class StopOnGrowth:
         if math.isnan(done.value):  # all seeds failed, and the hypers stayed
             return self.stopped
         usual = (statistics.median(self.norms) if self.norms else 0) or math.inf
-        grown = not done.gradient_norm <= self.factor * usual and done.judged >= self.lowest  # NaN has grown
+        if done.step == 0 and done.growth > EXPLODING:
+            self.usual_growth = done.growth
+        long = not done.gradient_norm <= self.factor * usual  # NaN is long
+        grown = (long or done.growth > self.factor * self.usual_growth) and done.judged >= self.lowest
         self.grown, self.lowest = self.grown + 1 if grown else 0, min(self.lowest, done.judged)
-        if not grown and math.isfinite(done.gradient_norm):
+        if not long:
             self.norms.append(done.gradient_norm)
         return self.stopped
 

@@ -225,6 +225,15 @@ def test_stop_on_growth(gradients: tuple[float, ...], stops: list[int]) -> None:
     assert not any(map(callback, falling))
 
 
+@pytest.mark.parametrize(
+    ("growths", "stops"), [((5, 2000, 2000, 2000), [3]), ((500, 2000, 2000, 2000), []), ((5, 900, 900, 900), [])]
+)
+def test_stop_on_growth_of_what_is_behind_the_hypergradient(growths: tuple[float, ...], stops: list[int]) -> None:
+    history = [d._replace(growth=g) for d, g in zip(norms(1, 1, 1, 1), growths, strict=True)]
+    callback = hg.callbacks.StopOnGrowth()
+    assert [done.step for done in history if callback(done)] == stops
+
+
 @pytest.mark.parametrize("arguments", [(1.0, 3), (0.5, 3), (10.0, 0), (float("nan"), 3)])
 def test_stop_on_growth_refuses_what_never_grows(arguments: tuple[float, int]) -> None:
     with pytest.raises(ValueError, match="StopOnGrowth needs factor > 1 and patience >= 1"):
