@@ -32,8 +32,8 @@ class Config:
     rates: tuple[float, ...] = (3e-3, 1.2e-3)  # constant, to start from
     seeds: int = 3
     steps: int = 300
-    meta_steps: int = 20
-    meta_learning_rate: float = 0.1
+    meta_steps: int = 12
+    meta_learning_rate: float = 0.3  # so long that the loop comes to where training is chaotic
     batch_size: int = 8
     context: int = 32  # characters
     width: int = 48
