@@ -15,8 +15,7 @@ import optax
 from jax import Array
 
 from hypergrad._differences import central, extrapolated, moved
-from hypergrad._evaluate import objective
-from hypergrad._meta_loop import default_key
+from hypergrad._evaluate import default_key, objective
 from hypergrad._optimize import hypergradient
 from hypergrad.errors import HypergradError
 from hypergrad.hypers import check_hypers, is_domain, split_fixed

@@ -74,9 +74,9 @@ def _packed(leaf: Any) -> np.ndarray:
 def _unpacked(array: np.ndarray, like: Any) -> Any:
     """The inverse of `_packed`, for a leaf such as `like`."""
     if _is_key(like):
-        return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(like))
+        return jax.random.wrap_key_data(jax.device_put(array), impl=jax.random.key_impl(like))
     dtype = jnp.asarray(like).dtype
-    return jnp.asarray(array.view(dtype) if dtype.kind == "V" else array)
+    return jax.device_put(array.view(dtype) if dtype.kind == "V" else array)  # `jnp.asarray` compiles something for it
 
 
 def _is_key(x: Any) -> bool:

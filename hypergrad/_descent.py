@@ -13,7 +13,9 @@ import numpy as np
 import optax
 from jax import Array
 
-from hypergrad._evaluate import Evaluated, Evaluation
+from hypergrad import _programs as programs
+from hypergrad._average import Evaluated
+from hypergrad._evaluate import Evaluation
 from hypergrad._report import listen
 
 
@@ -52,7 +54,8 @@ class Descent:
         ledger.clear()
         arguments = point, fixed, evaluated.value, evaluated.grads, key
         with listen(ledger):
-            after = jax.block_until_ready(self.evaluation.compiled(self._update, *arguments)(*arguments))
+            after, reports = jax.block_until_ready(self.evaluation.compiled(self._update, *arguments)(*arguments))
+            programs.told(reports)
         return self(point, fixed, evaluated, key) if self.evaluation.grown() else after
 
     def _update(self, point: Point, fixed: Any, value: Array, grads: Any, key: Array) -> Point:

@@ -12,10 +12,10 @@ import numpy as np
 import optax
 from jax import Array
 
-from hypergrad._evaluate import objective
-from hypergrad._meta_loop import default_key
+from hypergrad._evaluate import default_key, objective
 from hypergrad._report import Trace, probe
 from hypergrad.adjoints.second_order import check_symmetric
+from hypergrad.callbacks import EXPLODING
 from hypergrad.errors import Status
 from hypergrad.hypers import check_hypers, split_fixed
 from hypergrad.optimizers.chain import PARAMS
@@ -26,7 +26,7 @@ Verdict = Literal["healthy", "exploding", "vanishing", "not finite"]
 # Measured on three-layer networks (digits, and the thesis's Figure 6.10): 2 to 10 times while the learning rate is sound, 14
 # where the hypergradient first changes sign. At 45 a hypergradient still predicts changes of 0.1 to 0.5 % of the learning
 # rates; from 130 on it predicted none, down to 0.1 %. So 100 is where following it stops to make sense.
-GROWTH = 100.0
+GROWTH = EXPLODING
 # What is smaller than that beside the rest is lost in the rounding of float32 when meta-optimizers sum over steps.
 SHRINKAGE = 1e-6
 
@@ -78,16 +78,21 @@ def diagnose(
     for trace in traces:
         check_symmetric(trace.asymmetry, [np.float32])
     norm = float(optax.tree.norm(grads))
-    return max((_judge(t, float(value), norm, len(traces)) for t in traces), key=_badness)
+    return max((judge(t, float(value), norm, len(traces)) for t in traces), key=_badness)
 
 
-def _judge(trace: Trace, value: float, gradient_norm: float, runs: int) -> Diagnosis:
+def growth(norms: np.ndarray) -> float:
+    """The largest factor by which norms [steps + 1] grow backwards over any stretch; NaN if none is finite."""
+    logs = _logs(norms[_first_finite(norms) :])
+    return float(np.exp(np.max(logs - np.minimum.accumulate(logs[::-1])[::-1]))) if len(logs) else math.nan
+
+
+def judge(trace: Trace, value: float, gradient_norm: float, runs: int) -> Diagnosis:
     norms = trace.norms[PARAMS]
     steps = len(norms) - 1
     first = _first_finite(norms)
-    logs = _logs(norms[first:])
-    growth = float(np.exp(np.max(logs - np.minimum.accumulate(logs[::-1])[::-1]))) if len(logs) else math.nan
-    exploding = growth >= GROWTH and bool(trace.status.ok)
+    logs, grown = _logs(norms[first:]), growth(norms)
+    exploding = grown >= GROWTH and bool(trace.status.ok)
     onset = until = None
     verdict: Verdict = "healthy"
     if exploding:
@@ -99,7 +104,7 @@ def _judge(trace: Trace, value: float, gradient_norm: float, runs: int) -> Diagn
     a, b = (onset - first, until - first) if exploding and onset is not None and until is not None else (0, len(logs) - 1)
     per_step = math.exp((logs[a] - logs[b]) / (b - a)) if b > a else math.nan
     return Diagnosis(
-        verdict, onset, until, growth, per_step, value, gradient_norm, trace.norms, trace.losses, trace.status, runs
+        verdict, onset, until, grown, per_step, value, gradient_norm, trace.norms, trace.losses, trace.status, runs
     )
 
 

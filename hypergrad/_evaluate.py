@@ -1,39 +1,27 @@
 """The objective of the meta-loop and its hypergradient at one point, over one seed or many.
 
-Invariant: the mean is over the seeds whose value and hypergradient are finite, whatever happened to the others.
+Invariant: an evaluation that is compiled compiles once for all points, and again only where runs must be compiled otherwise.
 """
 
-import functools
 import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
 
 from hypergrad import _programs as programs
+from hypergrad._average import Evaluated, averaged
 from hypergrad._door import calling, check_signature
 from hypergrad._report import Ledger, listen
-from hypergrad.errors import BUFFER_FULL, ISOLATED, REVERSAL, HypergradError, NonFiniteError
+from hypergrad.batches import check_key
+from hypergrad.errors import BUFFER_FULL, ISOLATED, OK, REVERSAL, HypergradError, NonFiniteError
 from hypergrad.hypers import hyper_path, natural
-
-
-class Evaluated(NamedTuple):
-    """f and df/dh at one point, means over seeds."""
-
-    value: Array
-    grads: Any  # like the learned hypers
-    monitor: Array  # of `monitor_fn`, NaN if there is none
-    value_error: Array  # standard errors of both means: sample deviation / sqrt(seeds), NaN for one seed
-    gradient_error: Array  # the norm of it, over all hypers
-    values: Array  # [seeds]
-    ok: Array  # bool [seeds]: value and hypergradient are finite
 
 
 class Evaluation:
@@ -42,12 +30,23 @@ class Evaluation:
     Another evaluation that traces to the same program finds it compiled.
 
     Seeds are vmapped in equal groups, two for each core of a CPU, which run side by side: XLA keeps but part of a batched
-    program on more than one core. Elsewhere there is one group.
+    program on more than one core. Elsewhere there is one group. robust: as `averaged` has it. watch: whether the ledger gets
+    the norms of cotangents.
     """
 
-    def __init__(self, train_fn: Any, val_fn: Any, monitor_fn: Any = None, *, seeds: int = 1, jit: bool = True) -> None:
+    def __init__(
+        self,
+        train_fn: Any,
+        val_fn: Any,
+        monitor_fn: Any = None,
+        *,
+        seeds: int = 1,
+        jit: bool = True,
+        robust: bool = False,
+        watch: bool = False,
+    ) -> None:
         self.objective = objective(train_fn, val_fn, monitor_fn)
-        self.seeds, self.jit, self.ledger = seeds, jit, Ledger()
+        self.seeds, self.jit, self.robust, self.ledger = seeds, jit, robust, Ledger(watch)
         self.programs: dict[Any, Any] = {}
         self.noted: set[Any] = set()  # what has been warned of: once in a meta-loop
 
@@ -70,7 +69,7 @@ class Evaluation:
         keys = key[None] if self.seeds == 1 else jax.random.split(key, self.seeds)
         with listen(self.ledger):
             results = self._side_by_side(learned, fixed, keys) if self.jit else self._one_by_one(learned, fixed, keys)
-        result = jax.block_until_ready(_averaged(results, self.seeds))
+        result = jax.block_until_ready(averaged(results, self.seeds, self.robust))
         return self._evaluated(learned, fixed, key) if self.grown() else (result, self._failure(result))
 
     def value(self, learned: Any, fixed: Any, key: Array) -> Array:
@@ -84,18 +83,20 @@ class Evaluation:
         padded = keys[np.arange(-(-self.seeds // size) * size) % self.seeds]
         groups = [padded[i : i + size] for i in range(0, len(padded), size)]
         run = self.compiled(self._group, learned, fixed, groups[0])  # here: settings of JAX are the thread's own
-        if len(groups) == 1:
-            return [run(learned, fixed, groups[0])]
-        with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(lambda group: jax.block_until_ready(run(learned, fixed, group)), groups))
+        with ThreadPoolExecutor(workers if len(groups) > 1 else 1) as pool:
+            done = list(pool.map(lambda group: jax.block_until_ready(run(learned, fixed, group)), groups))
+        for _, reports in done:
+            programs.told(reports)
+        return [result for result, _ in done]
 
     def compiled(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The program of a function of this evaluation, for arguments like these."""
+        """The program of a function of this evaluation, for arguments like these: it returns (its result, reports)."""
         leaves, tree = jax.tree.flatten(arguments)
         like = function.__name__, tree, tuple(jax.typeof(x) if eqx.is_array(x) else x for x in leaves)
         if like not in self.programs:
             arrays, static = eqx.partition(arguments, eqx.is_array)
-            run = programs.ahead(lambda arrays: function(*eqx.combine(arrays, static)), arrays)
+            of_arrays = lambda arrays: function(*eqx.combine(arrays, static))  # noqa: E731
+            run = programs.reporting(of_arrays, lambda code: code == OK, arrays)
             self.programs[like] = lambda *arguments: run(eqx.filter(arguments, eqx.is_array))
         return self.programs[like]
 
@@ -176,35 +177,6 @@ def _real_scalar(name: str, function: Callable[[Any], Array], trained: Any) -> A
     return value
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _averaged(groups: list[Any], seeds: int) -> Evaluated:
-    """Means over the finite ones of the first `seeds` of `groups`, in order."""
-    (values, monitors), grads = jax.tree.map(lambda *x: jnp.concatenate(x)[:seeds], *groups)
-    finite = [jnp.isfinite(g).reshape(seeds, -1).all(axis=1) for g in jax.tree.leaves(grads)]
-    ok = jnp.stack([jnp.isfinite(values), *finite]).all(axis=0)
-    if seeds == 1:  # as it is, for an error to show
-        nan = jnp.full_like(values[0], jnp.nan)
-        return Evaluated(values[0], jax.tree.map(lambda g: g[0], grads), monitors[0], nan, nan, values, ok)
-    error = optax.tree.norm(jax.tree.map(lambda g: _standard_error(g, ok), grads))
-    value, grads, monitor = jax.tree.map(lambda x: _mean(x, ok), (values, grads, monitors))
-    return Evaluated(value, grads, monitor, _standard_error(values, ok), error, values, ok)
-
-
-def _mean(x: Array, ok: Array) -> Array:
-    return jnp.mean(x, axis=0, where=_along(ok, x))
-
-
-def _standard_error(x: Array, ok: Array) -> Array:
-    """Sample deviation / sqrt(n) of the mean of the n finite ones; NaN where n < 2."""
-    n = jnp.sum(ok)
-    squares = jnp.sum(jnp.square(x - _mean(x, ok)), axis=0, where=_along(ok, x))
-    return jnp.where(n > 1, jnp.sqrt(squares / (jnp.maximum(n - 1, 1) * jnp.maximum(n, 1))), jnp.nan)
-
-
-def _along(ok: Array, x: Array) -> Array:
-    return ok.reshape(-1, *(1,) * (x.ndim - 1))
-
-
 def _not_finite(value: float, grads: Any) -> str:
     if not np.isfinite(value):
         return f"the validation value is {value}, though training itself was fine: look at `val_fn`."
@@ -214,3 +186,7 @@ def _not_finite(value: float, grads: Any) -> str:
         f"the hypergradient{of} is not finite. Long or unstable training makes derivatives explode: lower the learning "
         "rates or the steps, clip with optax.clip_by_global_norm, or pass skip_nonfinite=True to hg.optimize."
     )
+
+
+def default_key(key: Array | None) -> Array:
+    return jax.random.key(0) if key is None else check_key(key)

@@ -4,14 +4,18 @@ Invariant: `restored(recorded(history), hypers of each step) == history`.
 """
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from hypergrad import errors
-from hypergrad._forms import misfit, natural, number, shown, text
+from hypergrad._forms import misfit, number, shown, text
+from hypergrad._forms import natural as is_natural
 from hypergrad.errors import Status
-from hypergrad.hypers import at_bounds
+from hypergrad.hypers import at_bounds, hyper_name, natural, split_fixed
 
 
 class MetaStep(NamedTuple):
@@ -28,10 +32,17 @@ class MetaStep(NamedTuple):
     gradient_error: float = math.nan  # norm of the standard error of the hypergradient
     failed_seeds: int = 0
     monitor: float = math.nan  # of `monitor_fn`
+    gradients: Mapping[str, float] = MappingProxyType({})  # norm of the hypergradient by hyperparameter, "l2/hidden/w"
+    clipped_seeds: int = 0  # weighed down, since their hypergradients were so much longer than those of the others
+    growth: float = math.nan  # how much the derivative of training grows backwards, at most: from 100 on it explodes
 
     @property
     def signal_to_noise(self) -> float:
-        """|hypergradient| / |its standard error|: below 1 the step is mostly noise. NaN for one seed."""
+        """|hypergradient| / |its standard error|. NaN for one seed.
+
+        Noise alone gives about 1, however many seeds there are: both are then the noise of a mean. From 2 on three quarters
+        of the hypergradient's square are signal.
+        """
         return self.gradient_norm / self.gradient_error if self.gradient_error else math.inf
 
     @property
@@ -46,10 +57,29 @@ class MetaStep(NamedTuple):
         return number if math.isfinite(number) else math.inf
 
     def record(self) -> dict[str, Any]:
-        """The numbers, for JSON: NaN as null, the status by its code; without the hypers."""
-        kept = {k: v for k, v in self._asdict().items() if k not in ("status", "hypers")}
-        record = {k: _json(v) for k, v in kept.items()}
-        return record | {"status": None if self.status is None else int(self.status.code)}
+        """The numbers, for JSON: NaN as null, the status by its code, of hyperparameters that are arrays a summary."""
+        more = {"signal_to_noise": _json(self.signal_to_noise), "hypers": summaries(self.hypers)}
+        return numbers(self) | {"status": None if self.status is None else int(self.status.code)} | more
+
+
+def numbers(done: MetaStep) -> dict[str, Any]:
+    """All but the status and the hypers, for JSON."""
+    kept = {k: v for k, v in done._asdict().items() if k not in ("status", "hypers")}
+    return {k: {name: _json(x) for name, x in v.items()} if k == "gradients" else _json(v) for k, v in kept.items()}
+
+
+def summaries(hypers: Any) -> dict[str, Any]:
+    """Of every learned hyperparameter its value in natural units; of an array its extremes, mean, first and last."""
+    found: dict[str, Any] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(natural(split_fixed(hypers)[0])):
+        values = np.asarray(x, np.float64).reshape(-1)
+        many = (
+            {"min": values.min(), "max": values.max(), "mean": values.mean(), "first": values[0], "last": values[-1]}
+            if values.size
+            else {}
+        )
+        found[hyper_name(path)] = {k: _json(float(v)) for k, v in many.items()} if np.ndim(x) else _json(float(values[0]))
+    return found
 
 
 def recorded(history: list[MetaStep]) -> dict[str, Any]:
@@ -57,12 +87,12 @@ def recorded(history: list[MetaStep]) -> dict[str, Any]:
     places: list[Any] = []
     steps = []
     for done in history:
-        record = done.record()
+        record = numbers(done) | {"status": None}
         if done.status is not None:
             place = [list(done.status.names), list(done.status.limits)]
             places += [] if place in places else [place]
-            numbers = {k: np.asarray(getattr(done.status, k)).item() for k in _DTYPES}
-            record["status"] = {k: _json(v) for k, v in numbers.items()} | {"places": places.index(place)}
+            fields = {k: np.asarray(getattr(done.status, k)).item() for k in _DTYPES}
+            record["status"] = {k: _json(v) for k, v in fields.items()} | {"places": places.index(place)}
         steps.append(record)
     return {"steps": steps, "places": places}
 
@@ -74,9 +104,10 @@ def restored(run: dict[str, Any], hypers: list[Any]) -> list[MetaStep]:
         status = record["status"]
         if status is not None:
             names, limits = run["places"][status["places"]]
-            numbers: Any = {k: dtype(_number(status[k])) for k, dtype in _DTYPES.items()}
-            status = Status(**numbers, names=tuple(names), limits=tuple(limits))
-        kept: Any = {k: v if k == "status" else _number(v) for k, v in record.items()}
+            fields: Any = {k: dtype(_number(status[k])) for k, dtype in _DTYPES.items()}
+            status = Status(**fields, names=tuple(names), limits=tuple(limits))
+        kept: Any = {k: v if k == "status" else _number(v) for k, v in record.items() if k != "gradients"}
+        kept["gradients"] = {k: _number(v) for k, v in record["gradients"].items()}
         history.append(MetaStep(**{**kept, "status": status, "hypers": h}))
     return history
 
@@ -114,7 +145,7 @@ def _single(x: Any) -> bool:
 
 
 def _index(x: Any) -> bool:
-    return natural(x) or (type(x) is int and x in (errors.LOSSES, errors.BATCHES))
+    return is_natural(x) or (type(x) is int and x in (errors.LOSSES, errors.BATCHES))
 
 
 def _places(x: Any) -> bool:
@@ -126,8 +157,10 @@ def _places(x: Any) -> bool:
 # The forms of what `recorded` gives.
 _FORMS: dict[Any, Any] = {np.int32: _index, np.float32: _single, np.bool_: lambda x: type(x) is bool}
 _STATUS: dict[str, Any] = {k: _FORMS[dtype] for k, dtype in _DTYPES.items()}
-_STATUS |= {"code": lambda x: natural(x) and x <= errors.REVERSAL, "places": natural}
-RECORD: dict[str, Any] = {k: _real for k in MetaStep._fields if k != "hypers"} | {"step": natural, "failed_seeds": natural}
+_STATUS |= {"code": lambda x: is_natural(x) and x <= errors.REVERSAL, "places": is_natural}
+RECORD: dict[str, Any] = {k: _real for k in MetaStep._fields if k != "hypers"}
+RECORD |= dict.fromkeys(("step", "failed_seeds", "clipped_seeds"), is_natural)
+RECORD |= {"gradients": lambda x: isinstance(x, dict) and all(map(_real, x.values()))}
 RECORD |= {"status": lambda x: x is None or not misfit(x, _STATUS, "status")}
 PLACES = [_places]
 

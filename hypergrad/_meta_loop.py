@@ -19,22 +19,28 @@ from jax import Array
 
 from hypergrad._checkpoint import Folder
 from hypergrad._descent import Descent, Point
-from hypergrad._evaluate import Evaluation
+from hypergrad._evaluate import Evaluation, default_key
 from hypergrad._history import MetaStep, best, recorded, restored
 from hypergrad._run_record import Run, library_version
 from hypergrad._safe_files import Damaged
-from hypergrad.batches import check_key
-from hypergrad.hypers import check_hypers, describe_arrays, describe_hypers, hyper_path, split_fixed
+from hypergrad._stability import Stability, worst_growth
+from hypergrad.callbacks import StopOnGrowth
+from hypergrad.hypers import check_hypers, describe_arrays, describe_hypers, hyper_name, hyper_path, split_fixed
 
 
 Callback = Callable[[MetaStep], Any]
-_norm = jax.jit(optax.tree.norm)  # one program; called eagerly, one for each operation
+
+
+@jax.jit  # one program; called eagerly, one for each operation
+def _norms(grads: Any) -> tuple[Array, Any]:
+    """Of all, and of each leaf."""
+    return optax.tree.norm(grads), jax.tree.map(optax.tree.norm, grads)
 
 
 class Result(NamedTuple):
     """What `optimize` returns."""
 
-    hypers: Any  # after the last update, as stored: `hg.natural` gives natural units
+    hypers: Any  # after the last update, as stored (`hg.natural`: natural units); where growth stopped the loop, the best
     best: MetaStep  # the step of lowest `monitor`, or of lowest `value` without a monitor_fn
     history: list[MetaStep]
 
@@ -55,11 +61,17 @@ class MetaLoop:
         callbacks: Sequence[Callback] = (),
         jit: bool = True,
         skip_nonfinite: bool = False,
+        aggregate: str | None = None,
+        diagnose: bool = True,
+        stop_on_growth: bool = True,
     ) -> None:
-        _check_arguments(meta_steps, meta_optimizer, seeds_per_step, callbacks)
-        self.evaluation = Evaluation(train_fn, val_fn, monitor_fn, seeds=seeds_per_step, jit=jit)
+        _check_arguments(meta_steps, meta_optimizer, seeds_per_step, callbacks, aggregate)
+        self.evaluation = Evaluation(train_fn, val_fn, monitor_fn, seeds=seeds_per_step, jit=jit, watch=diagnose)
         self.descent = Descent(meta_optimizer, self.evaluation)
-        self.meta_steps, self.callbacks, self.skip_nonfinite = meta_steps, callbacks, skip_nonfinite
+        self.aggregate = aggregate
+        self.meta_steps, self.callbacks, self.skip_nonfinite = meta_steps, list(callbacks), skip_nonfinite
+        self.guard = None if any(isinstance(c, StopOnGrowth) for c in callbacks) or not stop_on_growth else StopOnGrowth()
+        self.callbacks += [self.guard] if self.guard else []
         self.key = default_key(key)
         self.identity = {
             "library version": library_version(),
@@ -73,15 +85,19 @@ class MetaLoop:
         hypers = check_hypers(hypers)
         learned, fixed = split_fixed(hypers)
         history: list[MetaStep] = []
+        self.stability = Stability()
         point, stopped = self.descent.start(learned), False
+        # What is searched along a line is the mean value, whose gradient is the mean.
+        aggregate = self.aggregate or ("mean" if self.descent.one_key(point) else "clipped")
+        self.evaluation.robust, self.identity["aggregate"] = aggregate == "clipped", aggregate
         with contextlib.nullcontext() if checkpoint is None else Folder(checkpoint, self._about(hypers, point)) as folder:
             if folder is not None:
                 point, history, stopped = self._resume(folder, point, fixed)
             for callback in self.callbacks:
                 if hasattr(callback, "begin"):
                     callback.begin(None if folder is None else list(history))
-            for step in range(len(history), len(history) if stopped else self.meta_steps):
-                done, point = self._meta_step(point, fixed, step)
+            for _ in range(len(history), len(history) if stopped else self.meta_steps):
+                done, point = self._meta_step(point, fixed, history)
                 if folder is not None:
                     folder.check()  # what callbacks write is another's too, if the folder is
                 history.append(done)
@@ -89,8 +105,22 @@ class MetaLoop:
                 if folder is not None:
                     self._save(folder, history, point, stop)
                 if stop:
+                    self._say_why(history)
                     break
-        return Result(eqx.combine(point.learned, fixed), best(history), history)
+        grown = any(isinstance(c, StopOnGrowth) and c.stopped for c in self.callbacks)
+        return Result(best(history).hypers if grown else eqx.combine(point.learned, fixed), best(history), history)
+
+    def _say_why(self, history: list[MetaStep]) -> None:
+        """Of a stop that nobody asked for."""
+        if self.guard is not None and self.guard.stopped:
+            warnings.warn(
+                f"hg.optimize stops at meta-step {history[-1].step}: the last {self.guard.patience} hypergradients, or the "
+                f"growth behind them, were more than {self.guard.factor:g} times as large as they should be, and their "
+                f"values no better. `hypers` of the result are those of its `best`, meta-step {best(history).step}. Go on "
+                "from there with a lower meta-learning rate or more seeds_per_step; callbacks=[hg.callbacks.StopOnGrowth("
+                "factor, patience)] waits longer, and stop_on_growth=False does not stop.",
+                stacklevel=4,
+            )
 
     def _save(self, folder: Folder, history: list[MetaStep], point: Point, stop: bool) -> None:
         records = recorded(history) | {"stopped_at": self.meta_steps if stop else 0}
@@ -98,22 +128,26 @@ class MetaLoop:
         hypers, *before = (split_fixed(done.hypers)[0] for done in history[:-3:-1])
         folder.save(hypers, before[0] if before else None, point, records)
 
-    def _meta_step(self, point: Point, fixed: Any, step: int) -> tuple[MetaStep, Point]:
-        begin, key = time.perf_counter(), self._key(point, step)
+    def _meta_step(self, point: Point, fixed: Any, history: list[MetaStep]) -> tuple[MetaStep, Point]:
+        step, begin = len(history), time.perf_counter()
+        key = self._key(point, step)
         evaluated, failure = self.evaluation(point.learned, fixed, key)
         if failure is not None and not self.skip_nonfinite:
             failure.add_note(f"(at meta-step {step} of hg.optimize)")
             raise failure
         if step == 0 and failure is None:
             warn_unused(evaluated.grads)
-        status = self.evaluation.ledger.summary()
-        after = self.descent(point, fixed, evaluated, key) if evaluated.ok.any() else point
+        status, (norm, norms) = self.evaluation.ledger.summary(), _norms(evaluated.grads)
         done = MetaStep(
-            step, float(evaluated.value), float(_norm(evaluated.grads)), time.perf_counter() - begin, status,
-            float(status.bits) if status else 0.0, eqx.combine(point.learned, fixed), float(evaluated.value_error),
-            float(evaluated.gradient_error), int(np.sum(~evaluated.ok)), float(evaluated.monitor),
+            step, float(evaluated.value), float(norm), 0.0, status, float(status.bits) if status else 0.0,
+            eqx.combine(point.learned, fixed), float(evaluated.value_error), float(evaluated.gradient_error),
+            int(np.sum(~evaluated.ok)), float(evaluated.monitor),
+            {hyper_name(path): float(x) for path, x in jax.tree_util.tree_leaves_with_path(norms)},
+            int(evaluated.clipped), worst_growth(self.evaluation.ledger),
         )  # fmt: skip
-        return done, after
+        self.stability.tell(done, self.evaluation.ledger, history)
+        after = self.descent(point, fixed, evaluated, key) if evaluated.ok.any() else point
+        return done._replace(seconds=time.perf_counter() - begin), after
 
     def _key(self, point: Point, step: int) -> Array:
         return jax.random.fold_in(self.key, 0 if self.descent.one_key(point) else step)
@@ -189,11 +223,7 @@ def _check_start(folder: Folder, there: Any, here: Any) -> None:
             )
 
 
-def default_key(key: Array | None) -> Array:
-    return jax.random.key(0) if key is None else check_key(key)
-
-
-def _check_arguments(meta_steps: Any, meta_optimizer: Any, seeds: Any, callbacks: Any) -> None:
+def _check_arguments(meta_steps: Any, meta_optimizer: Any, seeds: Any, callbacks: Any, aggregate: Any) -> None:
     for name, value in (("meta_steps", meta_steps), ("seeds_per_step", seeds)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"`{name}` must be an integer of at least 1; got {value!r}.")
@@ -205,6 +235,8 @@ def _check_arguments(meta_steps: Any, meta_optimizer: Any, seeds: Any, callbacks
         raise TypeError(
             "`callbacks` must be a sequence of functions of a MetaStep, classes called: callbacks=[hg.callbacks.Progress()]."
         )
+    if aggregate not in (None, "clipped", "mean"):
+        raise ValueError(f'`aggregate` must be "clipped", "mean", or None for what suits meta_optimizer; got {aggregate!r}.')
 
 
 def warn_unused(grads: Any) -> None:

@@ -4,7 +4,7 @@ import os
 import pathlib
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from hypergrad._evaluate import Evaluation
-from hypergrad._meta_loop import Callback, MetaLoop, Result, default_key, warn_unused
+from hypergrad._evaluate import Evaluation, default_key
+from hypergrad._meta_loop import Callback, MetaLoop, Result, warn_unused
 from hypergrad.errors import HypergradError
 from hypergrad.hypers import check_hypers, split_fixed
 
@@ -51,6 +51,9 @@ def optimize(
     checkpoint: str | os.PathLike[str] | None = None,
     jit: bool = True,
     skip_nonfinite: bool = False,
+    aggregate: Literal["clipped", "mean"] | None = None,
+    diagnose: bool = True,
+    stop_on_growth: bool = True,
 ) -> Result:
     """h <- h + meta_optimizer(mean over seeds of d/dh val_fn(train_fn(natural(h), key_i))), `meta_steps` times.
 
@@ -64,11 +67,16 @@ def optimize(
     moment and called again, or called with more `meta_steps`, the history is that of an uninterrupted run. jit: compile
     the evaluation once for all steps (and once more whenever the information buffer must grow); False runs it from Python,
     as host drivers need. skip_nonfinite: average over the seeds that did not diverge, and leave the hypers alone where
-    all did, instead of raising.
+    all did, instead of raising. aggregate: how the hypergradients of seeds become one; "mean"; "clipped": weighed by min(1,
+    (3 median norm / norm)^2), so that none that explodes moves the mean; None: "clipped", but "mean" for line searches.
+    diagnose: measure at each meta-step how much the derivative of training grows backwards (`MetaStep.growth`), for 2 to 4%
+    more time, and warn where it explodes at the first one or where the hypergradient jumps. stop_on_growth: stop where it
+    stays long, and take the best hypers, by `hg.callbacks.StopOnGrowth()`, unless one is among the `callbacks`.
     """
     loop = MetaLoop(
         train_fn, val_fn, meta_steps=meta_steps, meta_optimizer=meta_optimizer, key=key, seeds_per_step=seeds_per_step,
-        monitor_fn=monitor_fn, callbacks=callbacks, jit=jit, skip_nonfinite=skip_nonfinite,
+        monitor_fn=monitor_fn, callbacks=callbacks, jit=jit, skip_nonfinite=skip_nonfinite, aggregate=aggregate,
+        diagnose=diagnose, stop_on_growth=stop_on_growth,
     )  # fmt: skip
     return loop.run(hypers, checkpoint)
 

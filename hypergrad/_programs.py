@@ -15,8 +15,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr
 
+from hypergrad._lifted import Tell, interpreted, lifted
 from hypergrad._program_keys import Key, key_of
 
 
@@ -81,18 +82,14 @@ def _holds_constants(jaxpr: Jaxpr) -> bool:
 
 def _without_calls(jaxpr: Jaxpr, constants: list[Any], leaves: Any) -> list[Any]:
     """The program's results, computed without such calls: their constants become those of whoever traces this."""
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *leaves), strict=True))
-    read = lambda x: x.val if isinstance(x, Literal) else known[x]  # noqa: E731
-    for e in jaxpr.eqns:
+
+    def inlined(e: Any, arrays: list[Any]) -> list[Any] | None:
         inner: Any = e.params.get("jaxpr")
         if e.primitive.name == "jit" and (inner.consts or _holds_constants(inner.jaxpr)):
-            results = _without_calls(inner.jaxpr, inner.consts, [read(x) for x in e.invars])
-        else:
-            variables = list(dict.fromkeys(x for x in e.invars if not isinstance(x, Literal)))
-            alone = jaxpr.replace(constvars=[], invars=variables, eqns=[e], outvars=e.outvars)
-            results = jax.core.eval_jaxpr(alone, [], *map(read, variables))
-        known.update(zip(e.outvars, results, strict=True))
-    return [read(x) for x in jaxpr.outvars]
+            return _without_calls(inner.jaxpr, inner.consts, arrays)
+        return None
+
+    return interpreted(jaxpr, constants, leaves, inlined)
 
 
 def owned(x: Any) -> Any:
@@ -183,6 +180,24 @@ def ahead(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     make = lambda: compiled(program.flat).lower(constants, leaves).compile()  # noqa: E731
     run = kept((program.bare(), *alike((constants, leaves))), make)
     return lambda *args: jax.tree.unflatten(jax.tree.structure(program.out), run(constants, jax.tree.leaves(args)))
+
+
+def reporting(function: Callable[..., Any], well: Callable[[Any], Any], *args: Any) -> Callable[..., Any]:
+    """As `ahead`, of a function with reports: the program returns (its result, what `told` takes)."""
+    tells: list[Tell] = []
+    run = ahead(lifted(function, tells, well), *args)
+
+    def with_reports(*args: Any) -> tuple[Any, list[tuple[Tell, Any]]]:
+        result, arrays = run(*args)
+        return result, list(zip(tells, arrays, strict=True))
+
+    return with_reports
+
+
+def told(reports: list[tuple[Tell, Any]]) -> None:
+    """Make the reports of a program that has run."""
+    for tell, arrays in reports:
+        tell(*arrays)
 
 
 def bare(value: Any) -> Any:

@@ -5,15 +5,24 @@ on from: `[]` if it starts anew, None if it keeps no checkpoint.
 """
 
 import json
+import math
 import os
 import pathlib
+import statistics
 import sys
 import time
 from typing import IO, Any
 
 
+EXPLODING = 100.0  # of `MetaStep.growth`
+
+
 class Progress:
-    """A line per meta-step on standard error, or on `file`; what came to an end of its interval is named."""
+    """A line per meta-step on standard error, or on `file`.
+
+    With several seeds it has the signal to noise of the hypergradient, which is about 1 where all is noise. Where training
+    explodes it says so, and what came to an end of its interval is named.
+    """
 
     def __init__(self, file: IO[str] | None = None) -> None:
         self.file = file
@@ -28,9 +37,16 @@ class Progress:
             line += f" +- {done.value_error:.2g}"
         if done.monitor == done.monitor:
             line += f"   monitor {done.monitor:.6g}"
-        line += f"   |gradient| {done.gradient_norm:.3g}   {done.seconds:.2f} s"
+        line += f"   |gradient| {done.gradient_norm:.3g}"
+        if done.signal_to_noise == done.signal_to_noise:
+            line += f", {done.signal_to_noise:.1f} times its noise"
+        line += f"   {done.seconds:.2f} s"
         if done.failed_seeds:
             line += f"   {done.failed_seeds} failed"
+        if done.clipped_seeds:
+            line += f"   {done.clipped_seeds} clipped"
+        if done.growth >= EXPLODING:
+            line += f"   training amplifies {done.growth:.2g} times"
         self._print("   ".join((line, *done.at_bounds)))
 
     def _print(self, line: str) -> None:
@@ -57,9 +73,12 @@ class Steps:
 
 
 class StopOnGrowth:
-    """Stop once |gradient| exceeds `factor` times its smallest value so far for `patience` meta-steps in a row.
+    """Stop where hypergradients have grown for `patience` meta-steps in a row, none of them the best.
 
-    A hypergradient that grows while the value no longer falls is about to turn chaotic (thesis, section 6.4).
+    Grown is |gradient| above `factor` times its median so far, or `MetaStep.growth` above `factor` times 100, where training
+    counts as exploding, and what it was at the first meta-step. A hypergradient that grows while the value no longer falls
+    is about to turn chaotic (thesis, section 6.4). `hg.optimize` has one of these unless it is given another, or
+    stop_on_growth=False; where one stops it, `Result.hypers` are the best.
     """
 
     def __init__(self, factor: float = 10.0, patience: int = 3) -> None:
@@ -69,14 +88,28 @@ class StopOnGrowth:
         self.begin(None)
 
     def begin(self, history: list[Any] | None) -> None:
-        self.smallest, self.grown = float("inf"), 0
+        self.norms: list[float] = []
+        self.lowest, self.grown, self.usual_growth = float("inf"), 0, EXPLODING
         for done in history or ():
             self(done)
 
-    def __call__(self, done: Any) -> bool:
-        self.smallest = min(self.smallest, done.gradient_norm)  # a NaN norm leaves it, and counts as grown
-        self.grown = 0 if done.gradient_norm <= self.factor * self.smallest else self.grown + 1
+    @property
+    def stopped(self) -> bool:
+        """Whether the last meta-step was one too many."""
         return self.grown >= self.patience
+
+    def __call__(self, done: Any) -> bool:
+        if math.isnan(done.value):  # all seeds failed, and the hypers stayed
+            return self.stopped
+        usual = (statistics.median(self.norms) if self.norms else 0) or math.inf
+        if done.step == 0 and done.growth > EXPLODING:
+            self.usual_growth = done.growth
+        long = not done.gradient_norm <= self.factor * usual  # NaN is long
+        grown = (long or done.growth > self.factor * self.usual_growth) and done.judged >= self.lowest
+        self.grown, self.lowest = self.grown + 1 if grown else 0, min(self.lowest, done.judged)
+        if not long:
+            self.norms.append(done.gradient_norm)
+        return self.stopped
 
 
 class EarlyStopping:
@@ -105,6 +138,8 @@ class EarlyStopping:
 class JsonLines:
     """One JSON object per meta-step, appended to `path`: the numbers of a `MetaStep`, its status by its code, NaN as null.
 
+    "gradients" has the norm of the hypergradient by hyperparameter, "hypers" what they are in natural units: a number, or of
+    an array min, max, mean, first and last.
     With a `checkpoint` the file is that run's: it is written anew from the checkpoint whenever the run begins or goes on.
     """
 

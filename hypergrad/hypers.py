@@ -12,8 +12,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import wadler_lindig
 from jax import Array
 
+from hypergrad._shown import shown
 from hypergrad.schedules import spread
 
 
@@ -21,12 +23,20 @@ _UNIT_MARGIN = 2.0**-16  # the smallest momentum that the exact layer represents
 
 
 class Domain(eqx.Module):
-    """A hyperparameter (pytree) stored unconstrained; `natural` gives what `train_fn` sees. Made by `hg.positive`, ..."""
+    """A hyperparameter (pytree) stored unconstrained; `natural` gives what `train_fn` sees. Made by `hg.positive`, ...
+
+    It prints what is stored, for a hypergradient has the same form and is no point of the domain.
+    """
 
     unconstrained: Any
     kind: str = eqx.field(static=True)
     low: float = eqx.field(static=True, default=-math.inf)
     high: float = eqx.field(static=True, default=math.inf)
+
+    def __pdoc__(self, **_: Any) -> Any:
+        ends = f", {self.low:.6g}..{self.high:.6g}" if self.kind == "bounded" else ""
+        stored = "" if self.kind == "fixed" else "unconstrained "
+        return wadler_lindig.TextDoc(f"{self.kind}({stored}{shown(self.unconstrained)}{ends})")
 
     def natural(self) -> Any:
         values = spread(self.unconstrained)
@@ -131,8 +141,16 @@ def check_hypers(hypers: Any) -> Any:
 
 def hyper_path(path: Any) -> str:
     """The path of a leaf as the user wrote it: without the fields of domains and `PerStep`."""
-    ours = ("unconstrained", "values")
-    return jax.tree_util.keystr(tuple(k for k in path if getattr(k, "name", None) not in ours))
+    return jax.tree_util.keystr(_as_written(path))
+
+
+def hyper_name(path: Any) -> str:
+    """The same as a name for records and curves: "l2/hidden/w", and "hypers" for a hyperparameter that is all there is."""
+    return jax.tree_util.keystr(_as_written(path), simple=True, separator="/") or "hypers"
+
+
+def _as_written(path: Any) -> tuple[Any, ...]:
+    return tuple(k for k in path if getattr(k, "name", None) not in ("unconstrained", "values"))
 
 
 def describe_hypers(hypers: Any) -> dict[str, str]:

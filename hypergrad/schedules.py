@@ -9,17 +9,23 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import wadler_lindig  # what equinox prints with
 from jax import Array
+
+from hypergrad._shown import shown
 
 
 class PerStep(eqx.Module):
     """Marks a leading axis of length `steps`: one value per training step.
 
     values: array [steps] or [steps, *parameter shape], or a pytree of them. It goes inside a domain:
-    `hg.positive(hg.PerStep(jnp.full(100, 0.1)))`.
+    `hg.positive(hg.PerStep(jnp.full(100, 0.1)))`. It prints as the number of steps, the extremes and the norm.
     """
 
     values: Any
+
+    def __pdoc__(self, **_: Any) -> Any:
+        return wadler_lindig.TextDoc(f"PerStep({shown(self.values, steps=True)})")
 
 
 class Knots(eqx.Module):
@@ -29,6 +35,9 @@ class Knots(eqx.Module):
     steps: int = eqx.field(static=True)
     kind: str = eqx.field(static=True)
     positions: tuple[float, ...] | None = eqx.field(static=True, default=None)
+
+    def __pdoc__(self, **_: Any) -> Any:
+        return wadler_lindig.TextDoc(f"knots({shown(self.values)}; {self.kind}, over {self.steps} steps)")
 
     def per_step(self) -> PerStep:
         return PerStep(jax.tree.map(self._spread, self.values))

@@ -10,7 +10,7 @@ import pytest
 from tiny import fails
 
 import hypergrad as hg
-from hypergrad._diagnose import GROWTH, _judge
+from hypergrad._diagnose import GROWTH, judge
 from hypergrad._report import Trace
 from hypergrad.errors import Status
 
@@ -115,7 +115,7 @@ STATUS = Status(*(np.int32(0),) * 7, ("params",), (1.0,))
 
 
 def judged(norms: Any) -> hg.Diagnosis:
-    return _judge(Trace(STATUS, np.zeros(len(norms) - 1), {"params": np.asarray(norms)}), 1.0, 1.0, 1)
+    return judge(Trace(STATUS, np.zeros(len(norms) - 1), {"params": np.asarray(norms)}), 1.0, 1.0, 1)
 
 
 def test_verdicts_on_norms_made_by_hand() -> None:

@@ -175,6 +175,7 @@ def test_signatures_are_the_agreed_ones():
         assert names_of(function)[:4] == ["train_fn", "val_fn", "hypers", "key"]
     assert names_of(hg.optimize)[:3] == ["train_fn", "val_fn", "hypers"]
     assert {"meta_steps", "meta_optimizer", "key", "callbacks", "jit", "skip_nonfinite"} <= set(names_of(hg.optimize))
+    assert names_of(hg.optimize)[-3:] == ["aggregate", "diagnose", "stop_on_growth"]
     assert names_of(hg.minibatches) == ["data", "batch_size", "key", "replacement"]
     assert names_of(hg.Reversible) == ["capacity", "fraction_bits", "driver", "buffer", "isolate", "progress"]
     agreed = ["loss", "params", "optimizer", "batches", "theta", "steps", "state"]
@@ -191,7 +192,7 @@ def test_fields_are_the_agreed_ones():
     assert hg.Result._fields == ("hypers", "best", "history")
     assert hg.MetaStep._fields == (
         "step", "value", "gradient_norm", "seconds", "status", "bits_per_parameter_step", "hypers",
-        "value_error", "gradient_error", "failed_seeds", "monitor",
+        "value_error", "gradient_error", "failed_seeds", "monitor", "gradients", "clipped_seeds", "growth",
     )  # fmt: skip
     agreed = {"exact", "first_mismatch", "bits_per_parameter_step", "ideal_bits_per_parameter_step", "max_abs"}
     assert agreed <= set(hg.Certificate._fields)

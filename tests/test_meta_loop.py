@@ -313,5 +313,7 @@ def test_progress_shows_what_there_is() -> None:
     progress(done)
     assert file.getvalue().splitlines() == [
         "going on after meta-step 3, compiling: up to a minute for large models",
-        "meta-step    3   value 1 +- 0.25   monitor 4   |gradient| 2   0.10 s   2 failed",
+        "meta-step    3   value 1 +- 0.25   monitor 4   |gradient| 2, 4.0 times its noise   0.10 s   2 failed",
     ]
+    progress(done._replace(gradient_error=math.nan, failed_seeds=0, clipped_seeds=1, growth=1e4))
+    assert file.getvalue().endswith("|gradient| 2   0.10 s   1 clipped   training amplifies 1e+04 times\n")

@@ -210,7 +210,9 @@ def norms(*values: float) -> list[hg.MetaStep]:
     ("gradients", "stops"),
     [
         ((1, 2, 9.9, 9.9, 9.9), []),
-        ((5, 1, 11, 11, 3, 11, 11, 11), [7]),
+        ((5, 1, 11, 11, 3, 11, 11, 11), []),  # a dip is no measure
+        ((5, 1, 40, 40, 3, 40, 40, 40), [7]),
+        ((0, 0, 0, 7, 7, 7), []),  # nor is nothing
         ((1, 20, 20, 20, 20), [3, 4]),
         ((1, float("nan"), float("nan"), float("nan")), [3]),
     ],
@@ -218,6 +220,18 @@ def norms(*values: float) -> list[hg.MetaStep]:
 def test_stop_on_growth(gradients: tuple[float, ...], stops: list[int]) -> None:
     callback = hg.callbacks.StopOnGrowth(factor=10, patience=3)
     assert [done.step for done in norms(*gradients) if callback(done)] == stops
+    falling = [done._replace(value=-float(done.step)) for done in norms(*gradients)]
+    callback.begin(None)
+    assert not any(map(callback, falling))
+
+
+@pytest.mark.parametrize(
+    ("growths", "stops"), [((5, 2000, 2000, 2000), [3]), ((500, 2000, 2000, 2000), []), ((5, 900, 900, 900), [])]
+)
+def test_stop_on_growth_of_what_is_behind_the_hypergradient(growths: tuple[float, ...], stops: list[int]) -> None:
+    history = [d._replace(growth=g) for d, g in zip(norms(1, 1, 1, 1), growths, strict=True)]
+    callback = hg.callbacks.StopOnGrowth()
+    assert [done.step for done in history if callback(done)] == stops
 
 
 @pytest.mark.parametrize("arguments", [(1.0, 3), (0.5, 3), (10.0, 0), (float("nan"), 3)])

@@ -288,7 +288,7 @@ def reverse(
     if span:
         dstepped = jax.tree.map(lambda x: jnp.pad(x, [(first, run.steps - last)] + [(0, 0)] * (x.ndim - 1)), dstepped)
     dh = run.outside_loop(_joined, dconstant, dstepped, inputs.h)
-    if run.watch == "norms":
+    if run.watch in ("norms", "growth"):
         watched["norms"] = jax.tree.map(lambda before, last: jnp.append(before, last), watched["norms"], _norms(run, ct.z))
     return Reversed(start, Cotangents(list(map(decayed, dz, pending)), dh, dtheta), seen, watched, doubted)
 
@@ -298,7 +298,7 @@ def _watched(run: Run, done: Undone) -> dict[str, Any]:
     if not run.watch:
         return {}
     dz = list(map(decayed, done.ct.z, done.pending))
-    what = {"norms": _norms(run, dz)} if run.watch == "norms" else {"states": state_prints(run, done.state)}
+    what = {"states": state_prints(run, done.state)} if run.watch == "states" else {"norms": _norms(run, dz)}
     return {**what, "asymmetry": done.asymmetry}
 
 
@@ -336,6 +336,6 @@ def _norms(run: Run, dz: list[Floats]) -> dict[str, Array]:
     """Of each link, over all blocks. In float64: the square of an exploding float32 would overflow long before it does."""
     squares: dict[str, list[Array]] = {}
     for j in run.parameters:
-        for name, x in dz[j].items():
+        for name, x in dz[j].items() if run.watch != "growth" else ((PARAMS, dz[j][PARAMS]),):
             squares.setdefault(name, []).append(jnp.sum(x.astype(jnp.float64) ** 2))
     return {name: jnp.sqrt(sum(row)) for name, row in squares.items()}

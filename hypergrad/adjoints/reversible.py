@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
-from hypergrad._report import mask, probing, surface, trace
+from hypergrad._report import logarithms, mask, probing, surface, trace, watched
 from hypergrad._settings import own_settings
 from hypergrad.adjoints.base import Adjoint, Cost
 from hypergrad.adjoints.passes import Back, Ends, Wanted, capacities, run_backward, run_forward, settled_driver
@@ -80,6 +80,8 @@ def reversed_run(run: Run, capacity: int | None, inputs: Inputs) -> Outcome:
     """The run, with the derivative of the steps from `Run.first` on by reversal."""
     if probing():
         run = dataclasses.replace(run, watch="norms", throw=False)
+    elif watched():
+        run = dataclasses.replace(run, watch="growth")
     return _run(run, capacity, *inputs)
 
 
@@ -129,9 +131,9 @@ def _run_bwd(run: Run, capacity: int | None, residuals: Residuals, ct: Outcome) 
     known, wanted = residuals.known, Wanted(residuals.known.theta, followed)
     back = run_backward(run, wanted, inputs, residuals.ends, residuals.seen, dvalues, dlosses, again=known.again)
     status = _certificate(run, residuals.status, back, _faint([dvalues[j][PARAMS] for j in run.parameters]))
-    if run.watch:
+    if run.watch == "norms":
         trace(status, residuals.seen.losses, **back.watched)
-    ok = surface(status, run.throw)
+    ok = surface(status, run.throw, logarithms(back.watched["norms"]) if run.watch == "growth" else None)
     dvalues, dh, dtheta = mask(ok, back.gradients)
     return dvalues, dh, dtheta, None
 

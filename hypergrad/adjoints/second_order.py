@@ -102,7 +102,7 @@ def products(
         if symmetric:
             f = lambda w: gradients(w, these, *rest)  # noqa: E731
             (g, g_theta), (hu, cross), (value, seen) = barrier(jax.jvp(f, (w,), (u,), has_aux=True))
-            if run.watch:
+            if run.watch and run.watch != "growth":
                 transposed = jax.vjp(field, w, these, has_aux=True)[1]((u, jnp.zeros_like(value), []))
                 asymmetry = _asymmetry((hu, cross), transposed)
         else:

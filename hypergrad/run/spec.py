@@ -63,7 +63,7 @@ class Run:
     foreign: Hashable = None  # what the functions of rules that are not the library's compute today
     collective: bool = False  # whether these speak of an axis that a `jax.vmap` around the run has named
     statistics_tree: Any = None  # of the statistics, as a rule reads them
-    watch: str = ""  # what else the reverse pass gives of each step: "norms" of its cotangents, prints of its "states"
+    watch: str = ""  # what else the reverse pass gives of each step: "norms" of its cotangents, "growth", "states"
     source: HostBatches | None = None  # of batches that Python loads, for host drivers
     progress: drivers.Progress | None = None  # told by host drivers how far they are
     offload: bool = False  # whether spilled words go to host memory

@@ -1,0 +1,86 @@
+"""Means over the seeds of an evaluation, which no seed that went wrong can spoil.
+
+Invariant: seeds whose value or hypergradient is not finite do not count; and none counts for more than `MOST` median norms.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+
+# A seed whose hypergradient is longer than so many medians is weighed down. Norms of sound seeds differ by factors of 2 or
+# so, those of seeds in chaos by thousands.
+MOST = 3.0
+
+
+class Evaluated(NamedTuple):
+    """f and df/dh at one point, means over seeds."""
+
+    value: Array
+    grads: Any  # like the learned hypers
+    monitor: Array  # of `monitor_fn`, NaN if there is none
+    value_error: Array  # standard errors of both means: sample deviation / sqrt(seeds), NaN for one seed
+    gradient_error: Array  # the norm of it, over all hypers
+    values: Array  # [seeds]
+    ok: Array  # bool [seeds]: value and hypergradient are finite
+    clipped: Array  # int32 []: how many hypergradients were weighed down
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def averaged(groups: list[Any], seeds: int, robust: bool) -> Evaluated:
+    """Means over the finite ones of the first `seeds` of `groups`, in order.
+
+    robust: hypergradients are weighed by min(1, (MOST median / norm)^2). So one that is too long counts for MOST medians at
+    most, and for the less the longer it is: by then it tells nothing of where to go.
+    """
+    (values, monitors), grads = jax.tree.map(lambda *x: jnp.concatenate(x)[:seeds], *groups)
+    finite = [jnp.isfinite(g).reshape(seeds, -1).all(axis=1) for g in jax.tree.leaves(grads)]
+    ok = jnp.stack([jnp.isfinite(values), *finite]).all(axis=0)
+    if seeds == 1:  # as it is, for an error to show
+        nan = jnp.full_like(values[0], jnp.nan)
+        return Evaluated(values[0], jax.tree.map(lambda g: g[0], grads), monitors[0], nan, nan, values, ok, jnp.int32(0))
+    even = ok.astype(values.dtype)
+    weights = _weights(grads, ok).astype(values.dtype) if robust else even
+    value, monitor = (_mean(x, even) for x in (values, monitors))
+    error = optax.tree.norm(jax.tree.map(lambda g: _standard_error(g, weights), grads))
+    grads = jax.tree.map(lambda g: _mean(g, weights), grads)
+    return Evaluated(
+        value, grads, monitor, _standard_error(values, even), error, values, ok, jnp.sum(weights < even, dtype=jnp.int32)
+    )
+
+
+def _weights(grads: Any, ok: Array) -> Array:
+    """[seeds], 0 where not ok. Without a median to compare with (0: most do not depend on anything) all count the same."""
+    norms = jax.vmap(_norm)(grads)
+    most = MOST * jnp.nanmedian(jnp.where(ok, norms, jnp.nan))
+    too_long = (norms > most) & (most > 0)
+    return jnp.where(ok, jnp.where(too_long, jnp.square(most / norms), 1), 0)
+
+
+def _norm(tree: Any) -> Array:
+    """Of a tree, without the square of anything large: a hypergradient that explodes would overflow."""
+    leaves = [x for x in jax.tree.leaves(tree) if x.size]
+    largest = jnp.stack([jnp.max(jnp.abs(x)) for x in leaves]).max()
+    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    return unit * optax.tree.norm([x / unit for x in leaves])
+
+
+def _mean(x: Array, weights: Array) -> Array:
+    """Over what has a weight, NaN where nothing has."""
+    w = _along(weights, x)
+    return jnp.sum(w * x, axis=0, where=w > 0) / jnp.sum(weights).astype(x.dtype)
+
+
+def _standard_error(x: Array, weights: Array) -> Array:
+    """Sample deviation / sqrt(n) of the mean of the n that have a weight; NaN where n < 2."""
+    w, n = _along(weights, x), jnp.sum(weights > 0)
+    squares = jnp.sum(jnp.square(w * (x - _mean(x, weights))), axis=0, where=w > 0)
+    return jnp.where(n > 1, jnp.sqrt(squares * n / jnp.maximum(n - 1, 1)) / jnp.sum(weights), jnp.nan).astype(x.dtype)
+
+
+def _along(weights: Array, x: Array) -> Array:
+    return weights.reshape(-1, *(1,) * (x.ndim - 1)).astype(x.dtype)
