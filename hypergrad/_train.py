@@ -24,7 +24,7 @@ from hypergrad.optimizers.block import Block, decided, statistics_in
 from hypergrad.optimizers.chain import PARAMS, STATISTICS, Optimizer
 from hypergrad.optimizers.expand import decay_interval
 from hypergrad.optimizers.initial import final_state
-from hypergrad.optimizers.lay_out import LaidOut, lay_out, shared, statistics_blocks
+from hypergrad.optimizers.lay_out import LaidOut, lay_out, shared, with_statistics
 from hypergrad.optimizers.partition import Layer
 from hypergrad.optimizers.statistics import Statistics
 from hypergrad.optimizers.weights import weights_after
@@ -120,23 +120,17 @@ def set_up(
     traced = trace(loss, params, theta, batches, optimizer.signals, pair=means is not None)
     door.check_loss_value(traced.returned if means is None else door.check_evidence(traced.returned, means.values))
     out = lay_out(optimizer, params, steps, state, adjoint.fraction_bits, unbounded=adjoint.buffer == "gmpy2")
-    blocks, values, h, alike = out.blocks, out.values, out.h, out.alike
-    statistics_tree = None
     if means is not None:
-        statistics_tree = jax.tree.structure(means.values)
-        more, s, rates, decays = statistics_blocks(means, steps, adjoint.fraction_bits, unbounded=adjoint.buffer == "gmpy2")
-        blocks, values, h, alike = [*blocks, *more], [*values, *s], [*h, *rates], [*alike, *decays]
+        out = with_statistics(out, means, steps, adjoint.fraction_bits, unbounded=adjoint.buffer == "gmpy2")
+    statistics_tree = None if means is None else jax.tree.structure(means.values)
+    values, h = out.values, out.h
     of_one_step = jax.eval_shape(lambda h: one_step(h, steps), h)
-    seen = (
-        None
-        if means is None
-        else jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _tree_of(statistics_tree, values))
-    )
-    blocks = [_decided(block, hj, own, seen) for block, hj, own in zip(blocks, of_one_step, values, strict=True)]
-    linear = optimizer.linear and not optimizer.signals and not statistics_in(tuple(blocks))
+    seen = _statistics_like(statistics_tree, values)
+    blocks = decided(out.blocks, of_one_step, values, seen)
+    linear = optimizer.linear and not optimizer.signals and not statistics_in(blocks)
     run = Run(
         traced.functions,
-        tuple(blocks),
+        blocks,
         out.transforms,
         steps,
         _driver(adjoint, traced.functions, source),
@@ -145,7 +139,7 @@ def set_up(
         throw=throw,
         linear=linear,
         isolate=not linear or bool(adjoint.isolate),
-        shared=shared(blocks, alike),
+        shared=shared(blocks, out.alike),
         statistics_tree=statistics_tree,
         source=source,
         progress=adjoint.progress,
@@ -160,15 +154,12 @@ def set_up(
     )
 
 
-def _tree_of(tree: Any, values: list[Any]) -> Any:
-    return jax.tree.unflatten(tree, [own[STATISTICS] for own in values if STATISTICS in own])
-
-
-def _decided(block: Block, h: Any, values: Any, statistics: Any) -> Block:
-    """With what its increments may read at hand."""
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, block.dtype)  # noqa: E731
-    also = {STATISTICS: statistics} if block.of_parameters and statistics is not None else {}
-    return decided(block, h, {**jax.tree.map(shape, values), **also})
+def _statistics_like(tree: Any, values: list[Any]) -> Any:
+    """The statistics as a rule reads them: `ShapeDtypeStruct`s in the user's tree; None where there are none."""
+    if tree is None:
+        return None
+    leaves = [own[STATISTICS] for own in values if STATISTICS in own]
+    return jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
 
 
 def _driver(adjoint: Any, functions: Functions, source: Any) -> str:
@@ -189,7 +180,9 @@ def _driver(adjoint: Any, functions: Functions, source: Any) -> str:
     return "either" if cores > 1 and contains(functions.loss.jaxpr, "conv_general_dilated") else "scan"
 
 
-def _labels(blocks: list[Block], out: LaidOut, params: Any, frozen: tuple[str, ...], means: Statistics | None) -> Labels:
+def _labels(
+    blocks: tuple[Block, ...], out: LaidOut, params: Any, frozen: tuple[str, ...], means: Statistics | None
+) -> Labels:
     paths = [path for path, _ in _paths("", params)]
     of_statistics = [] if means is None else [path for path, _ in _paths("", means.values)]
     places, limits, decays, highest = [], [], [], []

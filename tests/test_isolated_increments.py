@@ -91,8 +91,8 @@ class Scalar(Both):
 
 def isolated(optimizer: Optimizer, dtype: Any) -> tuple[bool, ...]:
     out = lay_out(optimizer, jnp.ones((3, 4), dtype), 5, None, None, unbounded=False)
-    (block,), (h,), (values,) = out.blocks, one_step(out.h, 5), out.values
-    return decided(block, h, values).isolated
+    (block,) = decided(out.blocks, one_step(out.h, 5), out.values, None)
+    return block.isolated
 
 
 def test_what_is_isolated() -> None:

@@ -146,9 +146,27 @@ def block(
     )
 
 
-def decided(block: Block, h: Hypers, values: Floats) -> Block:
-    """The block with what its increments read, and which are isolated. h: of one step; values: of its links, and of the
-    statistics.
+def decided(blocks: list[Block], h: list[Hypers], values: list[Floats], statistics: Any) -> tuple[Block, ...]:
+    """The blocks with what their increments read, and which are isolated. h: of one step; values: of their links;
+    statistics: as a rule reads them, None where there are none. Equal blocks are traced once."""
+    found: dict[Hashable, tuple[Any, Any]] = {}
+    result = []
+    for block, hj, own in zip(blocks, h, values, strict=True):
+        like = {name: jax.ShapeDtypeStruct(x.shape, block.dtype) for name, x in own.items()}
+        if block.of_parameters and statistics is not None:
+            like[STATISTICS] = statistics
+        arrays: list[tuple[str, Any]] = sorted(hj.items()) + sorted((n, x) for n, x in like.items() if n != STATISTICS)
+        avals = tuple((name, x.shape, x.dtype) for name, x in arrays)
+        key = (block.chain, block.shape, block.dtype, avals)
+        if key not in found:
+            found[key] = _decided(block, hj, like)
+        isolated, reads = found[key]
+        result.append(dataclasses.replace(block, isolated=isolated, reads=reads))
+    return tuple(result)
+
+
+def _decided(block: Block, h: Hypers, values: Floats) -> tuple[tuple[bool, ...], tuple[frozenset[str], ...]]:
+    """Of each link, whether its increments are isolated, and what they read.
 
     Nothing but products is rounded alike wherever it stands; all else is isolated. In float64 all is: no rounding to float32
     parts an increment from the unit of its link, and XLA multiplies the constants of a product among themselves, which are
@@ -168,7 +186,7 @@ def decided(block: Block, h: Hypers, values: Floats) -> Block:
         names = [name for name in sorted(values) if name != link.name for _ in jax.tree.leaves(values[name])]
         inputs = program.invars[of_h : of_h + len(names)]
         reads.append(frozenset(name for name, x in zip(names, inputs, strict=True) if id(x) in used))
-    return dataclasses.replace(block, isolated=tuple(isolated), reads=tuple(reads))
+    return tuple(isolated), tuple(reads)
 
 
 def _buffer(rho: Any, unbounded: bool) -> Buffer:

@@ -3,7 +3,7 @@
 Invariant: the leaves of all blocks are all leaves, once each, in the order of their first.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -101,25 +101,22 @@ def _transforms(layers: tuple[Layer, ...], blocks: list[Block]) -> tuple[Transfo
     return tuple(result)
 
 
-def statistics_blocks(
-    statistics: Statistics, steps: int, fraction_bits: int | None, unbounded: bool
-) -> tuple[list[Block], list[Floats], list[Hypers], list[tuple[Hashable, ...]]]:
-    """One block for each of the running statistics; as `LaidOut` has them."""
+def with_statistics(out: LaidOut, statistics: Statistics, steps: int, fraction_bits: int | None, unbounded: bool) -> LaidOut:
+    """With one block for each of the running statistics, after those of the parameters."""
     leaves, rates = jax.tree.leaves(statistics.values), prepared_statistics(statistics, steps)
     decays = broadcast_prefix("statistics.decay", statistics.decay, statistics.values, "the statistics")
-    blocks, values = [], []
     for i, (leaf, h, decay) in enumerate(zip(leaves, rates, decays, strict=True)):
         words = (known_words(MEANS, decay, leaf, steps),)
         options: Any = {"entrywise": False, "fraction_bits": fraction_bits, "unbounded": unbounded, "words": words}
-        blocks.append(block((i,), leaves, (MEANS,), h, **options))
-        values.append({STATISTICS: leaf.astype(compute_dtype(leaf))})
-    alike: list[tuple[Hashable, ...]] = [
-        ((MEANS.denominator, b.dtype, shared_value(x)),) for b, x in zip(blocks, decays, strict=True)
-    ]
-    return blocks, values, rates, alike
+        own = block((i,), leaves, (MEANS,), h, **options)
+        out.blocks.append(own)
+        out.values.append({STATISTICS: leaf.astype(compute_dtype(leaf))})
+        out.h.append(h)
+        out.alike.append(((MEANS.denominator, own.dtype, shared_value(decay)),))
+    return out
 
 
-def shared(blocks: list[Block], alike: list[tuple[Hashable, ...]]) -> tuple[tuple[int | None, ...], ...]:
+def shared(blocks: Sequence[Block], alike: list[tuple[Hashable, ...]]) -> tuple[tuple[int | None, ...], ...]:
     """`Run.shared`: one number for all links whose decays are alike."""
     numbers: dict[Hashable, int] = {}
     return tuple(
