@@ -138,8 +138,8 @@ def buffer(decays: Any, steps: int | None = None, ax: Any = None) -> Any:
         name = label if isinstance(label, str) else f"decay {float(rho):g}" if rho.ndim == 0 else "schedule"
         with jax.enable_x64(True):
             n = numerator(jnp.broadcast_to(rho, (steps or len(rho),)), MOMENTUM_DENOMINATOR)
-            turns = DEFERRED.schedule(n, MOMENTUM_DENOMINATOR).turns
-            words, ratio = np.asarray(turns.slot + turns.spills), np.asarray(n) / MOMENTUM_DENOMINATOR
+            entries = DEFERRED.schedule(n, MOMENTUM_DENOMINATOR).entries
+            words, ratio = np.asarray(entries.slot + entries.spills), np.asarray(n) / MOMENTUM_DENOMINATOR
         t = np.arange(1, len(ratio) + 1)
         ax.plot(t, WORD_BITS * words, drawstyle="steps-post", label=name, **style)
         ax.plot(t, np.cumsum(-np.log2(ratio)), color=style["color"], linestyle="--", linewidth=1)

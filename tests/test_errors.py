@@ -68,7 +68,7 @@ def test_a_bound_that_clips_nothing_or_all(bound):
 def test_a_mask_of_numpy_bools_and_of_another_tree():
     frozen = train(optimizer=hg.freeze(hg.SGD(0.1), {"w": np.True_})).params
     np.testing.assert_array_equal(frozen["w"], PARAMS["w"])
-    with fails(ValueError, "optimizer.mask must be one value or a pytree prefix of `params`"):
+    with fails(ValueError, "hg.freeze: `mask` must be one bool or a pytree prefix of `params`"):
         train(optimizer=hg.freeze(hg.SGD(0.1), {"v": True}))
 
 

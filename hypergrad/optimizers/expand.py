@@ -137,9 +137,12 @@ def first_true(x: Array) -> Array:
 
 def broadcast_prefix(name: str, value: Any, params: Any, of: str = "params") -> list[Any]:
     """A pytree prefix as one value for each leaf; None where it has None."""
-    is_leaf, value = lambda x: isinstance(x, PerStep) or x is None, per_step_leaves(value)
+    is_leaf, value = lambda x: isinstance(x, PerStep), per_step_leaves(value)
+    absent = object()  # None would be no leaf, as it is none of the parameters
+    given = jax.tree.map(lambda x: absent if x is None else x, value, is_leaf=lambda x: is_leaf(x) or x is None)
     try:
-        return jax.tree.leaves(jax.tree.broadcast(value, params, is_leaf=is_leaf), is_leaf=is_leaf)
+        found = jax.tree.leaves(jax.tree.broadcast(given, params, is_leaf=is_leaf), is_leaf=is_leaf)
+        return [None if x is absent else x for x in found]
     except ValueError as e:
         raise ValueError(
             f"{name} must be one value or a pytree prefix of {'`params`' if of == 'params' else of}; got the tree "

@@ -14,7 +14,7 @@ from jax.scipy.ndimage import map_coordinates
 
 import hypergrad as hg
 from hypergrad import _programs as programs
-from hypergrad.adjoints import apart, backward
+from hypergrad.adjoints import backward, retry
 
 
 class Case(NamedTuple):
@@ -70,7 +70,7 @@ STEPS = 3
 @pytest.fixture(autouse=True)
 def forgotten() -> None:
     """No test profits from what another found out."""
-    apart._KNOWN.clear()
+    retry._KNOWN.clear()
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import pytest
 
 import hypergrad as hg
 from hypergrad import _programs as programs
-from hypergrad.adjoints import apart
+from hypergrad.adjoints import retry
 
 
 @pytest.fixture
@@ -124,18 +124,18 @@ def test_what_an_isolated_loss_was_first_compiled_to_is_let_go(monkeypatch: pyte
     """A stand-in for a pass that does not find the start: all that matters here is what is kept."""
     monkeypatch.setattr(programs, "_PROGRAMS", type(programs._PROGRAMS)())
 
-    class Problem:
-        retries, rule, functions = True, type("Rule", (), {"isolate": False}), None
+    class Run:
+        retries, isolate, functions = True, False, None
 
-        def isolated(self) -> "Problem":
-            other = Problem()
-            other.rule = type("Rule", (), {"isolate": True})
+        def isolated(self) -> "Run":
+            other = Run()
+            other.isolate = True
             return other
 
     found: Any = type("Back", (), {"found": np.asarray(False)})()
     right: Any = type("Back", (), {"found": np.asarray(True), "_replace": lambda self, **_: self})()
-    monkeypatch.setattr(apart, "remembered", lambda problem: problem)
-    monkeypatch.setattr(apart, "remember", lambda problem: None)
-    run = lambda problem: programs.kept(("pass", problem.rule.isolate), lambda: right if problem.rule.isolate else found)  # noqa: E731
-    assert apart.known(Problem(), run) is right  # type: ignore[arg-type]
+    monkeypatch.setattr(retry, "remembered", lambda run: run)
+    monkeypatch.setattr(retry, "remember", lambda run: None)
+    attempt = lambda run: programs.kept(("pass", run.isolate), lambda: right if run.isolate else found)  # noqa: E731
+    assert retry.known(Run(), attempt) is right  # type: ignore[arg-type]
     assert [key for key, _ in programs._PROGRAMS] == [("pass", True)]
