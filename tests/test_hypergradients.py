@@ -14,7 +14,7 @@ from problems import network
 
 import hypergrad as hg
 from hypergrad._isolation import isolated
-from hypergrad.adjoints import backward, link
+from hypergrad.adjoints import cotangents, link
 
 
 STEPS = 16
@@ -276,7 +276,7 @@ def test_a_derivative_off_by_a_thousandth_is_caught(part: str, recompiled: None,
     with jax.enable_x64(True):
         hypers = hypers_of("per group", "float64")
         h = {k: hypers[k] for k in ("learning_rate", "momentum")}
-        for module in (link, backward):
+        for module in (link, cotangents):
             monkeypatch.setattr(module, "pull", lying)
         gradient = jax.jit(jax.grad(function))(h)
         with pytest.raises(AssertionError, match="the gradient is not the derivative"):

@@ -12,7 +12,7 @@ from hypergrad.run.status import Outcome
 
 
 class Cost(NamedTuple):
-    """Of a hypergradient, roughly."""
+    """Of a hypergradient: an estimate for a rule of two links and momentum 0.9, not a measurement."""
 
     time: float  # in trainings without a derivative
     states: float  # parameters and accumulators kept at once, in copies
