@@ -1,19 +1,22 @@
 """Random training, differentiated along `hg.Reversible` and along `hg.Unrolled`: is there one that differs without a word?
 
-    python -m experiments.fuzz [--minutes 15 | --cases N] [--first SEED] [--only SEED ...] [--log FILE]
+    python -m experiments.fuzz [--minutes 15 | --cases N] [--first SEED] [--only SEED ...] [--part quick|full] [--log FILE]
 
 A case is made of its number alone: a loss drawn from a grammar of JAX (`experiments/_grammar.py`), some of them with
 derivative rules of their own, an optimizer with transformations and statistics, floats, batches, a mode, and what is
 differentiated. `--only` runs one again and prints its loss. Several processes may share the numbers: `--first 0 --cases
-1000` and `--first 1000 --cases 1000`. The last table counts what came of them; exit status 1 if one differs, or fails in
-words that are not the library's.
+1000` and `--first 1000 --cases 1000`. Three cases in four are compiled with few of XLA's optimizations; `--part quick` runs
+those alone, in two thirds of their time since all of the process is compiled so, `--part full` the others. The last table
+counts what came of them; exit status 1 if one differs, or fails in words that are not the library's.
 """
 
 import argparse
 import collections
 import functools
+import gc
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -102,22 +105,23 @@ def rounded_otherwise(ulp: float, x: Any) -> Any:
     return x * (1 + ulp * jnp.cos(jnp.arange(x.size) + 1.0).reshape(x.shape)).astype(x.dtype)
 
 
-def run(seed: int) -> Done:
+def run(drawn: Drawn) -> Done:
     begin = time.perf_counter()
-    drawn = draw(seed)
     jax.config.update("jax_disable_most_optimizations", drawn.quick)  # all that is not jitted here has no other switch
     verdict, failure, _ = _judge.attempt(lambda: judged(drawn))
     jax.config.update("jax_disable_most_optimizations", False)
-    return Done(seed, failure or verdict, time.perf_counter() - begin, drawn)
+    return Done(drawn.seed, failure or verdict, time.perf_counter() - begin, drawn)
 
 
-def seeds(arguments: argparse.Namespace) -> Iterator[int]:
+def cases(arguments: argparse.Namespace) -> Iterator[Drawn]:
     if arguments.only:
-        yield from arguments.only
+        yield from map(draw, arguments.only)
         return
     end, seed = time.perf_counter() + 60 * arguments.minutes, arguments.first
     while seed < arguments.first + arguments.cases if arguments.cases else time.perf_counter() < end:
-        yield seed
+        drawn = draw(seed)
+        if arguments.part is None or drawn.quick == (arguments.part == "quick"):
+            yield drawn
         seed += 1
 
 
@@ -131,10 +135,13 @@ def table(done: list[Done]) -> str:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.part == "quick":  # read by XLA when the first program is compiled
+        os.environ["XLA_FLAGS"] = " ".join(f"--{name}={str(value).lower()}" for name, value in _judge.QUICK.items())
+    gc.set_threshold(100_000, 50, 100)  # tracing makes many objects that live for a while: a tenth of the time
     done: list[Done] = []
     log = open(arguments.log, "a") if arguments.log else None  # noqa: SIM115
-    for i, seed in enumerate(seeds(arguments)):
-        result = run(seed)
+    for i, drawn in enumerate(cases(arguments)):
+        result = run(drawn)
         done.append(result._replace(drawn=result.drawn._replace(make=None)))
         if arguments.only:
             print(f"{result.drawn.source}\n{result.drawn.what}")
@@ -145,7 +152,7 @@ def main(arguments: argparse.Namespace) -> int:
         if (i + 1) % FORGET == 0:
             jax.clear_caches()
             kinds = collections.Counter(d.verdict.kind for d in done)
-            print(f"seed {seed}: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}", flush=True)
+            print(f"seed {drawn.seed}: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}", flush=True)
     if log is not None:
         log.close()
     print(table(done))
@@ -158,6 +165,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", type=int, help="so many, however long they take")
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
     parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="these alone, with their sources")
+    parser.add_argument("--part", choices=["quick", "full"], help="only the cases that are compiled so")
     parser.add_argument("--log", metavar="FILE", help="a line of JSON for each case is added to it")
     parser.add_argument("--verbose", action="store_true", help="a line for each case")
     return parser
