@@ -3,6 +3,7 @@
 import importlib
 
 from hypergrad import callbacks as callbacks
+from hypergrad import curvature as curvature
 from hypergrad import plots as plots
 from hypergrad import testing as testing
 from hypergrad._agreement import GradientCheck as GradientCheck

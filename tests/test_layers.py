@@ -36,7 +36,7 @@ PUBLIC = {
     "Reversible", "Truncated", "Unrolled", "Checkpointed",
     "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots", "concrete_dropout",
     "hypergradient", "optimize", "restarts", "compiler_options", "Result", "MetaStep", "callbacks",
-    "check_reversal", "Certificate", "testing", "plots", "studies",
+    "check_reversal", "Certificate", "testing", "plots", "studies", "curvature",
     "diagnose", "Diagnosis", "check_gradient", "GradientCheck", "check_smoothness", "Smoothness",
     "HypergradError", "ReversalError", "RangeError", "BufferFullError", "NonFiniteError",
 }  # fmt: skip

@@ -1,0 +1,192 @@
+"""Layers: what an operation with a weight is, written as a product of matrices.
+
+Invariant: the derivative of an example's loss in the weight of a layer is A' B, with A [groups, positions, in] of the
+layer's input and B [groups, positions, out] of the derivative in its output.
+"""
+
+import abc
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from hypergrad.curvature._flat import LAYER
+
+
+class Layer(abc.ABC):
+    """A kind of operation that is linear in its weight."""
+
+    name: str
+    adds = False  # whether the weight is only added to the output, as a bias is
+
+    @abc.abstractmethod
+    def match(self, equation: Any, place: int) -> bool:
+        """Whether the equation is of this kind, with the weight as its operand number `place`."""
+
+    @abc.abstractmethod
+    def matrices(self, equation: Any, place: int, operands: list[Any], cotangent: Array) -> tuple[Array, Array]:
+        """(A [groups, positions, in], B [groups, positions, out]) of one example; operands[place] is not to be read."""
+
+    @abc.abstractmethod
+    def arrange(self, equation: Any, place: int, weight: Array) -> Array:
+        """The weight as [groups, in, out]: its entries in another order."""
+
+
+class Dense(Layer):
+    """`x @ w`, also over several axes, and with the weight on either side."""
+
+    name = "dense"
+
+    def match(self, equation: Any, place: int) -> bool:
+        return equation.primitive.name == "dot_general" and not any(equation.params["dimension_numbers"][1])
+
+    def matrices(self, equation: Any, place: int, operands: list[Any], cotangent: Array) -> tuple[Array, Array]:
+        x, summed = operands[1 - place], equation.params["dimension_numbers"][0]
+        a = _front(x, summed[1 - place], last=True)
+        wide = math.prod(x.shape[i] for i in summed[1 - place])
+        a = a.reshape(1, -1, wide)
+        positions = a.shape[1]
+        b = cotangent.reshape(positions, -1) if place == 1 else cotangent.reshape(-1, positions).T
+        return a, b[None]
+
+    def arrange(self, equation: Any, place: int, weight: Array) -> Array:
+        summed = equation.params["dimension_numbers"][0][place]
+        wide = math.prod(weight.shape[i] for i in summed)
+        return _front(weight, summed).reshape(1, wide, -1)
+
+
+class Convolution(Layer):
+    """`jax.lax.conv_general_dilated`, of any layout, with strides, dilation and groups of features."""
+
+    name = "convolution"
+
+    def match(self, equation: Any, place: int) -> bool:
+        return equation.primitive.name == "conv_general_dilated" and place == 1 and equation.params["batch_group_count"] == 1
+
+    def matrices(self, equation: Any, place: int, operands: list[Any], cotangent: Array) -> tuple[Array, Array]:
+        of, numbers = equation.params, equation.params["dimension_numbers"]
+        window = [equation.invars[1].aval.shape[i] for i in numbers.rhs_spec[2:]]
+        groups = of["feature_group_count"]
+        x = jnp.transpose(operands[0], numbers.lhs_spec)  # [example, feature, ...]
+        patches = jax.lax.conv_general_dilated_patches(
+            x,
+            window,
+            of["window_strides"],
+            of["padding"],
+            lhs_dilation=of["lhs_dilation"],
+            rhs_dilation=of["rhs_dilation"],
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        return _by_group(patches, groups), _by_group(jnp.transpose(cotangent, numbers.out_spec), groups)
+
+    def arrange(self, equation: Any, place: int, weight: Array) -> Array:
+        groups, spec = equation.params["feature_group_count"], equation.params["dimension_numbers"].rhs_spec
+        kernel = jnp.transpose(weight, spec)  # [out, in, ...]
+        return jnp.moveaxis(kernel.reshape(groups, kernel.shape[0] // groups, -1), 1, 2)
+
+
+class Embedding(Layer):
+    """Rows of a table, by index."""
+
+    name = "embedding"
+
+    def match(self, equation: Any, place: int) -> bool:
+        if equation.primitive.name != "gather" or place != 0:
+            return False
+        numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+        shape = equation.invars[0].aval.shape
+        cut = [i for i, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size != whole]
+        plain = not numbers.operand_batching_dims and len(shape) == 2
+        return plain and cut == [0] and sizes[0] == 1 and 0 in numbers.start_index_map
+
+    def matrices(self, equation: Any, place: int, operands: list[Any], cotangent: Array) -> tuple[Array, Array]:
+        numbers, rows = equation.params["dimension_numbers"], equation.invars[0].aval.shape[0]
+        index = operands[1][..., numbers.start_index_map.index(0)].reshape(-1)
+        if equation.params["mode"] == jax.lax.GatherScatterMode.CLIP:
+            index = jnp.clip(index, 0, rows - 1)
+        a = jax.nn.one_hot(index, rows, dtype=cotangent.dtype)  # of an index outside: nothing, as its derivative is
+        return a[None], _front(cotangent, numbers.offset_dims, last=True).reshape(1, index.size, -1)
+
+    def arrange(self, equation: Any, place: int, weight: Array) -> Array:
+        return weight[None]
+
+
+class RegisteredDense(Layer):
+    """`register(y, x, w)`: y = x @ w, w [in, out], however it was computed."""
+
+    name = "dense"
+
+    def match(self, equation: Any, place: int) -> bool:
+        return False
+
+    def matrices(self, equation: Any, place: int, operands: list[Any], cotangent: Array) -> tuple[Array, Array]:
+        return _rows(operands[1]), _rows(cotangent)
+
+    def arrange(self, equation: Any, place: int, weight: Array) -> Array:
+        return weight[None]
+
+
+class RegisteredBias(RegisteredDense):
+    name, adds = "shift", True
+
+    def matrices(self, equation: Any, place: int, operands: list[Any], cotangent: Array) -> tuple[Array, Array]:
+        return jnp.ones((1, 1, 1), cotangent.dtype), _rows(cotangent).sum(1, keepdims=True)
+
+    def arrange(self, equation: Any, place: int, weight: Array) -> Array:
+        return weight[None, None]
+
+
+PATTERNS: list[Layer] = [Dense(), Convolution(), Embedding()]
+REGISTERED: dict[str, tuple[Layer, ...]] = {"dense": (RegisteredDense(), RegisteredBias())}
+
+
+def add_pattern(layer: Layer) -> None:
+    """A kind of layer of your own, looked for in every loss from now on: before the library's."""
+    PATTERNS.insert(0, layer)
+
+
+def register(y: Array, x: Array, params: Any, kind: str | Layer = "dense") -> Array:
+    """y, declared as what a layer makes of x by `params`: for one that is not found.
+
+    kind "dense": y [..., out] = x [..., in] @ w + b, params = w [in, out] or (w, b). A `Layer` of your own has one weight,
+    and sees the operands [y, x, weight]. Goes in the loss, in place of y; all other uses of these weights are taken as parts
+    of this one.
+    """
+    leaves = jax.tree.leaves(params)
+    if isinstance(kind, Layer):
+        REGISTERED[kind.name] = (kind,)
+    name = kind.name if isinstance(kind, Layer) else kind
+    if name not in REGISTERED:
+        raise ValueError(f"`kind` must be one of {', '.join(REGISTERED)}, or a hg.curvature.Layer; got {kind!r}.")
+    if not 1 <= len(leaves) <= len(REGISTERED[name]):
+        raise ValueError(
+            f"a layer of kind {name!r} has 1 to {len(REGISTERED[name])} parameters; `params` has {len(leaves)} leaves."
+        )
+    if name == "dense" and jnp.shape(leaves[0]) != (x.shape[-1], y.shape[-1]):
+        raise ValueError(
+            f"a dense layer from {x.shape} to {y.shape} has a weight of shape {(x.shape[-1], y.shape[-1])}, [in, out]; got "
+            f"{jnp.shape(leaves[0])}. Give it transposed, or take a hg.curvature.Layer of your own."
+        )
+
+    def call(y: Array, *others: Any) -> Array:
+        return y
+
+    call.__name__ = call.__qualname__ = f"{LAYER}{name}"
+    return jax.jit(call)(y, x, *leaves)
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(1, -1, x.shape[-1])
+
+
+def _front(x: Array, axes: Any, last: bool = False) -> Array:
+    """x with these axes first, in this order, or last."""
+    rest = [i for i in range(x.ndim) if i not in axes]
+    return jnp.transpose(x, [*rest, *axes] if last else [*axes, *rest])
+
+
+def _by_group(x: Array, groups: int) -> Array:
+    """[1, features, ...] -> [groups, positions, features of one group]."""
+    return jnp.moveaxis(x.reshape(groups, x.shape[1] // groups, -1), 1, 2)

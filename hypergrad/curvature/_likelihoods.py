@@ -1,0 +1,162 @@
+"""What a loss says of the model's outputs: the factor of its Hessian in them, and how labels are drawn of the model.
+
+Invariant: with value[...] the loss of one prediction, factor(f) factor(f)' is the Hessian of value in f, and the mean of
+sampled(f) sampled(f)' over labels that the model itself draws is the same matrix.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import Literal
+
+from hypergrad.curvature._flat import LIKELIHOOD, Flat, likelihood_of
+from hypergrad.curvature._uses import PENALTY, Found, linear_in
+
+
+@dataclasses.dataclass(frozen=True)
+class Likelihood:
+    """value: (outputs, targets) -> the loss of each prediction. categories: whether a prediction is a row of outputs."""
+
+    name: str
+    value: Callable[[Array, Array], Array]
+    root: Callable[[Array], Array]  # f -> the factor: [..., classes, classes] where a prediction is a row, else like f
+    sample: Callable[[Array, Array], Array]  # (f, key) -> the gradient in f of a label that the model draws
+    rows: bool = False
+
+
+def _softmax(f: Array, y: Array) -> Array:
+    if jnp.issubdtype(y.dtype, jnp.integer):
+        return -jnp.take_along_axis(jax.nn.log_softmax(f), y[..., None], -1)[..., 0]
+    return -jnp.sum(y * jax.nn.log_softmax(f), -1)
+
+
+def _softmax_root(f: Array) -> Array:
+    p = jax.nn.softmax(f)
+    root = jnp.sqrt(p)
+    return root[..., None] * jnp.eye(f.shape[-1], dtype=f.dtype) - p[..., :, None] * root[..., None, :]
+
+
+def _softmax_sample(f: Array, key: Array) -> Array:
+    return jax.nn.softmax(f) - jax.nn.one_hot(jax.random.categorical(key, f), f.shape[-1], dtype=f.dtype)
+
+
+def _sigmoid(f: Array, y: Array) -> Array:
+    return -y * jax.nn.log_sigmoid(f) - (1 - y) * jax.nn.log_sigmoid(-f)
+
+
+def _sigmoid_sample(f: Array, key: Array) -> Array:
+    p = jax.nn.sigmoid(f)
+    return p - jax.random.bernoulli(key, p).astype(f.dtype)
+
+
+def _normal(key: Array, f: Array) -> Array:
+    return jax.random.normal(key, f.shape, f.dtype)
+
+
+SOFTMAX = Likelihood("softmax_cross_entropy", _softmax, _softmax_root, _softmax_sample, rows=True)
+SIGMOID = Likelihood(
+    "sigmoid_cross_entropy",
+    _sigmoid,
+    lambda f: jnp.sqrt(jax.nn.sigmoid(f) * jax.nn.sigmoid(-f)),
+    _sigmoid_sample,
+)
+SQUARED = Likelihood(
+    "squared_error",
+    lambda f, y: jnp.square(f - y),
+    lambda f: jnp.full_like(f, 2**0.5),
+    lambda f, key: 2**0.5 * _normal(key, f),
+)
+HALF = Likelihood("half_squared_error", lambda f, y: jnp.square(f - y) / 2, jnp.ones_like, lambda f, key: _normal(key, f))
+POISSON = Likelihood(
+    "poisson",
+    lambda f, y: jnp.exp(f) - y * f,
+    lambda f: jnp.exp(f / 2),
+    lambda f, key: jnp.exp(f) - jax.random.poisson(key, jnp.exp(f), f.shape).astype(f.dtype),
+)
+LIKELIHOODS = {x.name: x for x in (SOFTMAX, SIGMOID, SQUARED, HALF, POISSON)}
+
+
+def likelihood(name: str, outputs: Array, targets: Array) -> Array:
+    """The loss of each prediction, declared: where the model ends, and what its outputs mean.
+
+    name: `softmax_cross_entropy` (outputs [..., classes]: logits; targets: integers, or rows that sum to 1),
+    `sigmoid_cross_entropy` (logits), `squared_error` ((f - y)^2), `half_squared_error`, or `poisson` (exp(f) - y f: outputs
+    are logarithms of rates). Returns an array like the targets, of which a loss takes the mean. optax's functions of the
+    same meaning are found without.
+    """
+    if name not in LIKELIHOODS:
+        raise ValueError(f"`name` must be one of {', '.join(LIKELIHOODS)}; got {name!r}.")
+    kind, given = LIKELIHOODS[name], outputs.shape[:-1] if LIKELIHOODS[name].rows else outputs.shape
+    fits = targets.shape == given or (kind.rows and targets.shape == outputs.shape)
+    if not fits:
+        raise ValueError(
+            f"targets of shape {targets.shape} do not fit outputs of shape {outputs.shape} for {name!r}: it needs {given}"
+            f"{f' (integers) or {outputs.shape} (rows that sum to 1)' if kind.rows else ''}."
+        )
+    return _DECLARED[name](outputs, targets)
+
+
+def _declare(kind: Likelihood) -> Callable[[Array, Array], Array]:
+    def hypergrad_likelihood(outputs: Array, targets: Array) -> Array:
+        return kind.value(outputs, targets)
+
+    hypergrad_likelihood.__name__ = hypergrad_likelihood.__qualname__ = f"{LIKELIHOOD}{kind.name}"
+    return jax.jit(hypergrad_likelihood)
+
+
+_DECLARED = {name: _declare(kind) for name, kind in LIKELIHOODS.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """Where the model ends. kind None: nothing is known of the loss but its Hessian in the outputs, by autodiff."""
+
+    kind: Likelihood | None
+    outputs: int  # place of the equation that gives the outputs
+    values: int | None  # and of the one that gives the loss of each prediction
+
+
+def find_end(found: Found) -> End | None:
+    """The end in a likelihood that is declared, in one of optax's functions, or else where all layers have met."""
+    flat = found.flat
+    depends, made = _depending(flat), {x: i for i, e in enumerate(flat.equations) for x in e.outvars}
+    marked = {i: kind for i, e in enumerate(flat.equations) if (kind := likelihood_of(e)) is not None}
+    entering = {x for i in marked for x in _read(flat, i) if x in depends and made.get(x) not in marked}
+    outside: set[Any] = {x for i in range(len(flat.equations)) if i not in marked for x in _read(flat, i)}
+    leaving = {x for x in outside | set(flat.jaxpr.outvars) if x in depends and made.get(x) in marked}
+    if len(entering) == len(leaving) == 1 and len(set(marked.values())) == 1:
+        (outputs,), (values,) = entering, leaving
+        coefficients = {x for x in made if x not in depends} | set(flat.jaxpr.invars)
+        if outputs in made and _meets(found, made[outputs]) and linear_in(flat, {values}, coefficients):
+            return End(LIKELIHOODS[next(iter(marked.values()))], made[outputs], made[values])
+    last = max((use.index for use in found.uses), default=len(flat.equations))
+    meeting = [i for i in range(last, len(flat.equations)) if _meets(found, i)]
+    return End(None, meeting[0], None) if meeting else None
+
+
+def _meets(found: Found, place: int) -> bool:
+    """Whether all that the loss has of its weights, but for penalties, goes through this equation's result."""
+    flat, penalties = found.flat, [i for i, reason in found.general.items() if reason == PENALTY]
+    reached = {x for use in found.uses if use.index != place for x in flat.equations[use.index].outvars}
+    reached |= {x for i, x in enumerate(flat.weights) if i in found.general and i not in penalties}
+    for i, e in enumerate(flat.equations):
+        if i != place and any(x in reached for x in _read(flat, i)):
+            reached.update(e.outvars)
+    return len(flat.equations[place].outvars) == 1 and not reached & set(flat.jaxpr.outvars)
+
+
+def _read(flat: Flat, i: int) -> list[Any]:
+    return [x for x in flat.equations[i].invars if not isinstance(x, Literal)]
+
+
+def _depending(flat: Flat) -> set[Any]:
+    """Variables that depend on a parameter."""
+    found = set(flat.weights)
+    for i, e in enumerate(flat.equations):
+        if any(x in found for x in _read(flat, i)):
+            found.update(e.outvars)
+    return found

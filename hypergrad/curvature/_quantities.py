@@ -1,0 +1,163 @@
+"""What a batch knows besides its mean gradient: BackPACK's ten quantities, of any loss that is a mean over examples."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from hypergrad import _programs as programs
+from hypergrad.curvature import _batch, _kronecker
+from hypergrad.curvature._batch import Batch
+from hypergrad.curvature._flat import flatten
+from hypergrad.curvature._likelihoods import LIKELIHOODS, End, find_end
+from hypergrad.curvature._passes import Example, Inputs, Passes, example
+from hypergrad.curvature._uses import Found, find
+
+
+FIRST = ("individual_gradients", "squared_norms", "second_moment", "variance", "empirical_fisher_diagonal")
+EXACT, SAMPLED = ("ggn_diagonal", "kflr"), ("ggn_diagonal_mc", "kfac")
+DECLARE = f"hg.curvature.likelihood(name, outputs, targets), with name one of {', '.join(LIKELIHOODS)}"
+NAMES = (*FIRST, *EXACT, *SAMPLED, "hessian_diagonal", "kfra")
+
+
+def quantities(
+    loss: Callable[..., Any],
+    params: Any,
+    theta: Any,
+    batch: Any,
+    which: str | Sequence[str],
+    *,
+    key: Array | None = None,
+    samples: int = 1,
+    sharing: str = "expand",
+) -> dict[str, Any]:
+    """Statistics and curvature of a batch, in one forward pass and as few backward passes as they need.
+
+    With l_n the loss of example n alone, N examples, g = (1/N) sum_n grad l_n, J_n the Jacobian of the model's outputs and
+    H_n the Hessian of l_n in them, each is a dict entry with a pytree like `params`:
+
+    - `individual_gradients`: grad l_n / N, with a leading axis of examples; they sum to g.
+    - `squared_norms`: |grad l_n / N|^2 of each parameter leaf, [N].
+    - `second_moment`, `empirical_fisher_diagonal`: mean_n (grad l_n)^2; `variance`: that less g^2.
+    - `ggn_diagonal`: the diagonal of mean_n J_n' H_n J_n; `ggn_diagonal_mc`: of the same with H_n from `samples` labels that
+      the model draws by `key`.
+    - `hessian_diagonal`: the diagonal of the Hessian of the whole loss.
+    - `kfac`, `kflr`, `kfra`: leaves are `Kronecker(a, b)`: a the second moment of the layer's inputs; b of derivatives in
+      its outputs by drawn labels, by the exact H_n, or by averages that are passed from layer to layer. A weight that is
+      used once a position (a convolution, a dense layer over a sequence) has a = mean over examples and positions, b = mean
+      over examples, sum over positions (`sharing="expand"`), or positions averaged in a and summed in b before they are
+      squared (`"reduce"`). What has no factors (a scale) has its `Diagonal`.
+
+    loss(params, theta, batch) -> scalar must be a mean over the examples, the leading axis of each leaf of `batch`; that is
+    tested where values are concrete. Layers, biases, scales and embeddings are found in it (`hg.curvature.layers` lists
+    them); weights used otherwise are differentiated one example at a time.
+
+    Source: Dangel, Kunstner, Hennig, "BackPACK: Packing more into backprop", Table 1, whose scales these are.
+    """
+    names = _named(which, key, samples, sharing)
+    _examples(batch)
+    found, end, constants = analysed(loss, params, theta, batch)
+    _possible(found, end, names)
+    leaves = Inputs(constants, *(jax.tree.leaves(x) for x in (params, theta, batch)))
+    leaves = Inputs(*(list(map(programs.owned, x)) for x in leaves))
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(leaves)):
+        _is_mean(loss, params, theta, batch)
+    options = names, samples, sharing
+    by = "curvature", found.flat.program.bare(), end and (end.kind and end.kind.name, end.outputs, end.values), options
+    compute = programs.kept(by, lambda: jax.jit(functools.partial(_quantities, found, end, *options)))
+    results = compute(leaves, key)
+    tree = jax.tree.structure(params)
+    return {name: jax.tree.unflatten(tree, results[name]) for name in names}
+
+
+def analysed(loss: Callable[..., Any], params: Any, theta: Any, batch: Any) -> tuple[Found, End | None, list[Any]]:
+    """The layers of a loss, where its model ends, and the arrays that it closes over."""
+    flat, constants = flatten(loss, params, theta, batch)
+    found = find(flat)
+    return found, find_end(found), constants
+
+
+def _named(which: Any, key: Any, samples: int, sharing: str) -> tuple[str, ...]:
+    names = (which,) if isinstance(which, str) else tuple(which)
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(f"`which` has {name!r}, which is none of the quantities: {', '.join(NAMES)}.")
+    if key is None and (drawn := [name for name in names if name in SAMPLED]):
+        raise ValueError(f"{drawn[0]!r} draws labels of the model: give it a `key`, as jax.random.key(0).")
+    if sharing not in ("expand", "reduce"):
+        raise ValueError(f"`sharing` must be 'expand' or 'reduce'; got {sharing!r}.")
+    if samples < 1:
+        raise ValueError(f"`samples` must be at least 1; got {samples}.")
+    return names
+
+
+def _examples(batch: Any) -> int:
+    sizes = {jax.tree_util.keystr(path): np.shape(x)[:1] for path, x in jax.tree_util.tree_leaves_with_path(batch)}
+    if len(set(sizes.values())) != 1 or () in sizes.values():
+        raise ValueError(f"each leaf of `batch` must have the examples as its leading axis; the leading axes are {sizes}.")
+    return next(iter(sizes.values()))[0]
+
+
+def _possible(found: Found, end: End | None, names: tuple[str, ...]) -> None:
+    of_outputs = [name for name in names if name in (*EXACT, *SAMPLED, "kfra")]
+    if of_outputs and end is None:
+        raise ValueError(
+            f"{of_outputs[0]!r} needs to know where the model ends, and `loss` has no layer and no likelihood that are "
+            f"known. Declare its outputs: {DECLARE}."
+        )
+    drawn = [name for name in names if name in SAMPLED]
+    if drawn and end is not None and end.kind is None:
+        raise ValueError(
+            f"{drawn[0]!r} draws labels of the model, and `loss` does not end in a likelihood that is known, once. Take "
+            f"{DECLARE}, or an exact quantity: {', '.join(EXACT)}."
+        )
+
+
+def _is_mean(loss: Any, params: Any, theta: Any, batch: Any) -> None:
+    """A loss of examples that see each other has no example's gradient."""
+    with jax.ensure_compile_time_eval():
+        apart = jax.vmap(lambda b: loss(params, theta, b))(jax.tree.map(lambda x: jnp.asarray(x)[:, None], batch))
+        one, other, size = (float(x) for x in (loss(params, theta, batch), jnp.mean(apart), jnp.mean(jnp.abs(apart))))
+    if np.isfinite(one) and abs(one - other) > 1e-3 * size + 1e-6:
+        raise ValueError(
+            f"`loss` is no mean over the examples of `batch`: the whole batch gives {one:.7g}, and its examples one at a "
+            f"time {other:.7g} on average. If it takes a sum, divide by the number of examples; if examples see each other, "
+            "as in batch normalization, hold the batch's statistics fixed."
+        )
+
+
+def _quantities(found: Found, end: End | None, names: Any, samples: int, sharing: str, given: Inputs, key: Any) -> Any:
+    asked = set(names)
+    needs_end = asked & {*EXACT, *SAMPLED, "kfra"}
+    passes = Passes(found, end if needs_end else None, tuple(found.general))
+    count = given.batch[0].shape[0]
+    single = [x[:, None] for x in given.batch]
+    keys = None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(count))
+    first, exact = bool(asked & set(FIRST)), bool(asked & set(EXACT))
+    draws = samples if asked & set(SAMPLED) else 0
+
+    def one(batch: list[Array], key: Any) -> Example:
+        return example(passes, given._replace(batch=batch), key, first=first, exact=exact, samples=draws)
+
+    examples = jax.vmap(one)(single, keys)
+    batch = Batch(passes, given._replace(batch=single), examples, count, sharing)
+    return {name: COMPUTE[name](batch) for name in names}
+
+
+COMPUTE: dict[str, Callable[[Batch], Any]] = {
+    "individual_gradients": _batch.individual_gradients,
+    "squared_norms": _batch.squared_norms,
+    "second_moment": _batch.second_moment,
+    "empirical_fisher_diagonal": _batch.second_moment,
+    "variance": _batch.variance,
+    "ggn_diagonal": functools.partial(_batch.ggn_diagonal, sampled=False),
+    "ggn_diagonal_mc": functools.partial(_batch.ggn_diagonal, sampled=True),
+    "hessian_diagonal": _batch.hessian_diagonal,
+    "kfac": functools.partial(_kronecker.factors, sampled=True),
+    "kflr": functools.partial(_kronecker.factors, sampled=False),
+    "kfra": _kronecker.kfra,
+}

@@ -1,0 +1,188 @@
+"""Where the loss of one example uses its weights: found in the program, leaf by leaf.
+
+Invariant: a leaf is `found` only if its example's gradient is the sum over its uses of A' B, but for what the loss adds to
+the example's part without looking at the example (a penalty). All other leaves are `general`: their gradients are taken one
+example at a time.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+from jax.extend.core import Jaxpr, Literal
+
+from hypergrad.curvature._flat import LAYER, Flat
+from hypergrad.curvature._kinds import PATTERNS, REGISTERED, Layer
+
+
+# What gives the entries of one array another place: linear, and each entry of the result is one of the operand's.
+LAYOUT = {
+    "reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "convert_element_type", "copy",
+    "reduce_precision",
+}  # fmt: skip
+PENALTY = "a penalty alone"  # why a leaf is general
+# What a penalty may pass between where it is added and the loss.
+LINEAR = {
+    "add", "sub", "neg", "add_any", "reshape", "squeeze", "transpose", "convert_element_type", "broadcast_in_dim", "copy",
+    "reduce_sum",
+}  # fmt: skip
+
+
+class View(NamedTuple):
+    """A parameter as an equation reads it: its leaf, and the equations of layout in between."""
+
+    leaf: int
+    program: Jaxpr  # that the equations are of
+    equations: tuple[Any, ...] = ()
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an entry of the leaf is read at more than one place."""
+        sizes = lambda e: (math.prod(e.invars[0].aval.shape), math.prod(e.outvars[0].aval.shape))  # noqa: E731
+        return any(e.primitive.name == "broadcast_in_dim" and sizes(e)[0] < sizes(e)[1] for e in self.equations)
+
+    def __call__(self, x: Array) -> Array:
+        for e in self.equations:
+            alone = self.program.replace(constvars=[], invars=e.invars, eqns=[e], outvars=e.outvars)
+            (x,) = jax.core.eval_jaxpr(alone, (), x)
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """One operation with one weight."""
+
+    index: int  # of its equation
+    place: int  # of the weight among its operands
+    view: View
+    layer: Layer | None  # None: the weight is added, or multiplied entry by entry
+
+    @property
+    def leaf(self) -> int:
+        return self.view.leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """All uses of all leaves."""
+
+    flat: Flat
+    uses: tuple[Use, ...]  # of the leaves that are found
+    general: dict[int, str]  # leaf -> the operation for which it is no layer's
+    penalized: frozenset[int]  # leaves that the loss also reads without the example
+    shifts: frozenset[int]  # leaves that are only added
+
+    def of(self, leaf: int) -> tuple[Use, ...]:
+        return tuple(use for use in self.uses if use.leaf == leaf)
+
+
+def find(flat: Flat) -> Found:
+    """Follows every leaf through the program to the operations that use it."""
+    views: dict[Any, View] = {v: View(i, flat.jaxpr) for i, v in enumerate(flat.weights)}
+    uses: list[Use] = []
+    opaque: dict[int, list[Any]] = {}  # leaf -> equations that read it otherwise
+    for index, e in enumerate(flat.equations):
+        places = [i for i, x in enumerate(e.invars) if not isinstance(x, Literal) and x in views]
+        if e.primitive.name in LAYOUT and places and len(_variables(e)) == 1:
+            view = views[e.invars[0]]
+            views[e.outvars[0]] = view._replace(equations=(*view.equations, e))
+            continue
+        for place in places:
+            view = views[e.invars[place]]
+            layer, fits = _matched(e, place, view, alone=len(places) == 1)
+            if fits:
+                uses.append(Use(index, place, view, layer))
+            else:
+                opaque.setdefault(view.leaf, []).append(e)
+    return _sorted_out(flat, uses, opaque)
+
+
+def _matched(e: Any, place: int, view: View, alone: bool) -> tuple[Layer | None, bool]:
+    """(the kind of layer, or None for an operation entry by entry; whether it is one at all)."""
+    name = e.primitive.name
+    if _is_call(e):
+        kinds = REGISTERED[e.params["name"].removeprefix(LAYER)]
+        return kinds[min(max(place - 2, 0), len(kinds) - 1)], place >= 2
+    if not alone:
+        return None, False
+    if not view.repeats:
+        for layer in PATTERNS:
+            if layer.match(e, place):
+                return layer, True
+    entrywise = name in ("add", "sub", "mul") and len(_variables(e)) == 2
+    return None, entrywise
+
+
+def _sorted_out(flat: Flat, uses: list[Use], opaque: dict[int, list[Any]]) -> Found:
+    registered = {use.leaf for use in uses if _is_call(flat.equations[use.index])}
+    uses = [u for u in uses if u.leaf not in registered or _is_call(flat.equations[u.index])]
+    constant = _without_examples(flat)
+    general: dict[int, str] = {}
+    penalized, kept = set(), []
+    for use in uses:  # an operation entry by entry of what no example has a part in is a penalty's
+        e = flat.equations[use.index]
+        others = [x for i, x in enumerate(e.invars) if i != use.place and not isinstance(x, Literal)]
+        if use.layer is None and all(x in constant for x in others):
+            opaque.setdefault(use.leaf, []).append(e)
+        else:
+            kept.append(use)
+    for leaf, equations in opaque.items():
+        if leaf in registered:
+            continue
+        if _only_added(flat, equations, constant):
+            penalized.add(leaf)
+        else:
+            general[leaf] = equations[0].primitive.name
+    used = {use.leaf for use in kept}
+    kept = [use for use in kept if use.leaf not in general]
+    for leaf in range(flat.parameters):
+        if leaf not in used and leaf not in general and leaf in penalized:
+            general[leaf] = PENALTY
+    added = {leaf for leaf in used if all(_adds(flat, u) for u in kept if u.leaf == leaf)}
+    return Found(flat, tuple(kept), general, frozenset(penalized - set(general)), frozenset(added))
+
+
+def _adds(flat: Flat, use: Use) -> bool:
+    return use.layer.adds if use.layer is not None else flat.equations[use.index].primitive.name in ("add", "sub")
+
+
+def _is_call(e: Any) -> bool:
+    return e.primitive.name == "jit" and e.params["name"].startswith(LAYER)
+
+
+def _variables(e: Any) -> list[Any]:
+    return [x for x in e.invars if not isinstance(x, Literal)]
+
+
+def _without_examples(flat: Flat) -> set[Any]:
+    """Variables that depend on parameters, theta and constants alone."""
+    constant = set(flat.jaxpr.invars[: flat.constants + flat.parameters + flat.thetas])
+    for e in flat.equations:
+        if all(x in constant for x in _variables(e)):
+            constant.update(e.outvars)
+    return constant
+
+
+def _only_added(flat: Flat, equations: list[Any], constant: set[Any]) -> bool:
+    """Whether what these equations give reaches the loss by sums alone, once it meets what examples have a part in."""
+    given = {x for e in equations for x in e.outvars}
+    return given <= constant and linear_in(flat, given, constant)
+
+
+def linear_in(flat: Flat, given: set[Any], constant: set[Any]) -> bool:
+    """Whether the loss is linear in these variables, as far as they do not make constants; constant: its coefficients."""
+    reached = set(given)
+    for e in flat.equations:
+        met = [x for x in _variables(e) if x in reached]
+        if not met or given & set(e.outvars):
+            continue
+        name = e.primitive.name
+        others = [x for x in _variables(e) if x not in reached]
+        scaled = name in ("mul", "dot_general") or (name == "div" and e.invars[0] is met[0])
+        by_constants = scaled and len(met) == 1 and all(x in constant for x in others)
+        if not (name in LINEAR or by_constants or all(x in constant for x in e.outvars)):
+            return False
+        reached.update(e.outvars)
+    return True

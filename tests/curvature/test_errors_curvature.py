@@ -1,0 +1,79 @@
+"""What bad input gets, in words."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hypergrad as hg
+from hypergrad.curvature import quantities
+
+
+X, Y = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), jnp.float32), jnp.arange(6) % 2
+W = jnp.arange(6.0).reshape(3, 2)
+
+
+def loss(w: Any, theta: Any, batch: Any) -> Any:
+    return jnp.mean(hg.curvature.likelihood("softmax_cross_entropy", batch[0] @ w, batch[1]))
+
+
+def normalized(w: Any, theta: Any, batch: Any) -> Any:
+    z = batch[0] @ w
+    return jnp.mean(hg.curvature.likelihood("softmax_cross_entropy", (z - z.mean(0)) / (z.std(0) + 1), batch[1]))
+
+
+def test_an_unknown_quantity() -> None:
+    with pytest.raises(ValueError, match=r"`which` has 'hessian', which is none of the quantities: individual_gradients,"):
+        quantities(loss, W, None, (X, Y), "hessian")
+
+
+def test_labels_need_a_key() -> None:
+    with pytest.raises(ValueError, match=r"'kfac' draws labels of the model: give it a `key`"):
+        quantities(loss, W, None, (X, Y), ["variance", "kfac"])
+
+
+def test_a_loss_that_is_no_mean() -> None:
+    with pytest.raises(ValueError, match="no mean over the examples.*normalization, hold the batch's statistics fixed"):
+        quantities(normalized, W, None, (X, Y), "variance")
+    with pytest.raises(ValueError, match="If it takes a sum, divide by the number of examples"):
+        quantities(lambda w, theta, b: jnp.sum((b[0] @ w) ** 2), W, None, (X, Y), "variance")
+
+
+def test_leading_axes() -> None:
+    with pytest.raises(ValueError, match=r"must have the examples as its leading axis; the leading axes are .*6.*5"):
+        quantities(loss, W, None, (X, Y[:5]), "variance")
+
+
+def test_a_likelihood_that_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"targets of shape \(6, 3\) do not fit outputs of shape \(6, 2\).* needs \(6,\)"):
+        hg.curvature.likelihood("softmax_cross_entropy", X @ W, X)
+    with pytest.raises(ValueError, match="`name` must be one of softmax_cross_entropy, sigmoid_cross_entropy"):
+        hg.curvature.likelihood("gamma", X @ W, Y)
+
+
+def test_labels_of_an_unknown_likelihood() -> None:
+    own = lambda w, theta, b: jnp.mean(jnp.logaddexp(*(b[0] @ w).T) - (b[0] @ w)[jnp.arange(len(b[1])), b[1]])  # noqa: E731
+    with pytest.raises(ValueError, match="does not end in a likelihood that is known, once. Take hg.curvature.likelihood"):
+        quantities(own, W, None, (X, Y), "kfac", key=jax.random.key(0))
+    assert jnp.isfinite(quantities(own, W, None, (X, Y), "ggn_diagonal")["ggn_diagonal"]).all()
+
+
+def test_a_model_without_layers() -> None:
+    with pytest.raises(ValueError, match="'kflr' needs to know where the model ends"):
+        quantities(lambda w, theta, b: jnp.mean(jnp.sin(jnp.sum(w) * b[0])), W, None, (X, Y), "kflr")
+
+
+def test_kfra_needs_a_sequence() -> None:
+    skip = lambda w, theta, b: jnp.mean((jnp.tanh(b[0] @ w[0]) @ w[1] + b[0] @ w[2]) ** 2)  # noqa: E731
+    weights = [jnp.ones((3, 3)), jnp.ones((3, 2)), jnp.ones((3, 2))]
+    with pytest.raises(ValueError, match="'kfra' passes averages from layer to layer.*Take 'kflr'"):
+        quantities(skip, weights, None, (X, Y), "kfra")
+
+
+def test_an_unregistered_kind() -> None:
+    with pytest.raises(ValueError, match="`kind` must be one of dense, or a hg.curvature.Layer"):
+        hg.curvature.register(X @ W, X, W, "lstm")
+    with pytest.raises(ValueError, match=r"has a weight of shape \(3, 2\), \[in, out\]; got \(2, 3\). Give it transposed"):
+        hg.curvature.register(X @ W, X, W.T)

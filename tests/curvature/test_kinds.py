@@ -1,0 +1,127 @@
+"""Layers are found, declared, or taught."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from networks import NETWORKS, attention, convolution, normal
+
+import hypergrad as hg
+from hypergrad.curvature import _kinds, layers, quantities
+
+
+def kinds(net: Any) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for use in layers(net.loss, net.params, None, net.batch):
+        found.setdefault(use.parameter, set()).add(use.kind)
+    return found
+
+
+def test_layers_of_a_transformer() -> None:
+    assert kinds(attention()) == {
+        **{f"params['{name}']": {"dense"} for name in "qkv"}, "params['table']": {"embedding", "dense"},
+        "params['places']": {"shift"}, "params['scale']": {"scale"}, "params['shift']": {"shift"},
+    }  # fmt: skip
+
+
+def test_layers_of_convolutions() -> None:
+    assert kinds(convolution()) == {
+        "params['k']": {"convolution"}, "params['g']": {"convolution"}, "params['b']": {"shift"}, "params['v']": {"dense"},
+    }  # fmt: skip
+
+
+def test_what_is_no_layer_is_listed_with_the_operation() -> None:
+    net = NETWORKS["unusual"]()
+    found = {use.parameter: str(use) for use in layers(net.loss, {**net.params, "z": jnp.ones(2)}, None, net.batch)}
+    assert found["params['u']"] == "params['u'] (3, 3): general (dot_general)"
+    assert found["params['z']"] == "params['z'] (2,): general (not used)"
+
+
+@pytest.mark.parametrize("library", ["equinox", "flax"])
+def test_layers_of_libraries(library: str) -> None:
+    """Their modules, under `vmap` over examples or not, with a normalization and a convolution."""
+    if library == "equinox":
+        import equinox as eqx
+
+        keys = jax.random.split(jax.random.key(0), 3)
+        model = eqx.nn.Conv2d(1, 2, 3, key=keys[0]), eqx.nn.LayerNorm(8), eqx.nn.Linear(8, 3, key=keys[1])
+        params, static = eqx.partition(model, eqx.is_array)
+
+        def outputs(params: Any, x: Any) -> Any:
+            convolution, norm, linear = eqx.combine(params, static)
+            return jax.vmap(lambda x: linear(norm(jax.nn.relu(convolution(x)).reshape(-1))))(x)
+    else:
+        nn = pytest.importorskip("flax.linen")
+
+        class Model(nn.Module):  # type: ignore[name-defined,misc]
+            @nn.compact
+            def __call__(self, x: Any) -> Any:
+                x = jnp.moveaxis(x, 1, -1)
+                x = jax.nn.relu(nn.Conv(2, (3, 3), padding="VALID")(x)).reshape(len(x), -1)
+                return nn.Dense(3)(nn.LayerNorm()(x))
+
+        outputs = Model().apply
+        params = Model().init(jax.random.key(0), jnp.ones((1, 1, 4, 4)))
+    end = lambda f, y: hg.curvature.likelihood("softmax_cross_entropy", f, y).mean()  # noqa: E731
+    loss = lambda p, theta, b: end(outputs(p, b[0]), b[1])  # noqa: E731
+    batch = jax.random.normal(jax.random.key(1), (4, 1, 4, 4)), jnp.arange(4) % 3
+    found = [use.kind for use in layers(loss, params, None, batch)]
+    assert sorted(found) == ["convolution", "dense", "scale", "shift", "shift", "shift"]
+    individual = quantities(loss, params, None, batch, "individual_gradients")["individual_gradients"]
+    summed = jax.tree.map(lambda x: x.sum(0), individual)
+    for a, b in zip(jax.tree.leaves(summed), jax.tree.leaves(jax.grad(loss)(params, None, batch)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def low_rank(p: Any, x: Any) -> Any:
+    """A dense layer that no pattern sees: its weight is scaled before it is used."""
+    return hg.curvature.register(x @ (2.0 * p["w"] / 2.0) + p["b"], x, (p["w"], p["b"]))
+
+
+def test_a_declared_layer() -> None:
+    rng = np.random.default_rng(0)
+    params = {"w": normal(rng, 3, 2), "b": normal(rng, 2)}
+    batch = normal(rng, 6, 3), jnp.arange(6) % 2
+    end = lambda f, y: hg.curvature.likelihood("softmax_cross_entropy", f, y).mean()  # noqa: E731
+    declared = lambda p, theta, b: end(low_rank(p, b[0]), b[1])  # noqa: E731
+    plain = lambda p, theta, b: end(b[0] @ p["w"] + p["b"], b[1])  # noqa: E731
+    assert [use.kind for use in layers(declared, params, None, batch)] == ["shift", "dense"]
+    names = ["variance", "squared_norms", "kflr"]
+    found, expected = (quantities(loss, params, None, batch, names) for loss in (declared, plain))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+class Doubled(hg.curvature.Layer):
+    """x @ w with w [in, out], as a batched product of one."""
+
+    name = "doubled"
+
+    def match(self, equation: Any, place: int) -> bool:
+        return (
+            equation.primitive.name == "dot_general"
+            and place == 1
+            and equation.params["dimension_numbers"][1] == ((0,), (0,))
+        )
+
+    def matrices(self, equation: Any, place: int, operands: list[Any], cotangent: Any) -> Any:
+        return operands[0], cotangent
+
+    def arrange(self, equation: Any, place: int, weight: Any) -> Any:
+        return weight
+
+
+def test_a_pattern_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_kinds, "PATTERNS", list(_kinds.PATTERNS))
+    monkeypatch.setattr("hypergrad.curvature._uses.PATTERNS", _kinds.PATTERNS)
+    rng = np.random.default_rng(0)
+    w, batch = normal(rng, 2, 3, 4), (normal(rng, 5, 2, 3),)
+    loss = lambda w, theta, b: jnp.mean(jnp.sum(jax.lax.batch_matmul(jnp.moveaxis(b[0], 1, 0), w) ** 2, (0, 2)))  # noqa: E731
+    assert [use.kind for use in layers(loss, w, None, batch)] == ["general"]
+    expected = quantities(loss, w, None, batch, "second_moment")
+    hg.curvature.add_pattern(Doubled())
+    assert [use.kind for use in layers(loss, w, None, batch)] == ["doubled"]
+    found = quantities(loss, w, None, batch, "second_moment")
+    np.testing.assert_allclose(found["second_moment"], expected["second_moment"], rtol=1e-5)
