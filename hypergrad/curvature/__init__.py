@@ -11,4 +11,5 @@ from hypergrad.curvature._kronecker import Kronecker as Kronecker
 from hypergrad.curvature._likelihoods import likelihood as likelihood
 from hypergrad.curvature._listing import LayerUse as LayerUse
 from hypergrad.curvature._listing import layers as layers
+from hypergrad.curvature._operator import Operator as Operator
 from hypergrad.curvature._quantities import quantities as quantities

@@ -114,8 +114,9 @@ class Doubled(hg.curvature.Layer):
 
 
 def test_a_pattern_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_kinds, "PATTERNS", list(_kinds.PATTERNS))
-    monkeypatch.setattr("hypergrad.curvature._uses.PATTERNS", _kinds.PATTERNS)
+    patterns: list[hg.curvature.Layer] = [_kinds.Dense(), _kinds.Convolution(), _kinds.Embedding()]
+    monkeypatch.setattr(_kinds, "PATTERNS", patterns)
+    monkeypatch.setattr("hypergrad.curvature._uses.PATTERNS", patterns)
     rng = np.random.default_rng(0)
     w, batch = normal(rng, 2, 3, 4), (normal(rng, 5, 2, 3),)
     loss = lambda w, theta, b: jnp.mean(jnp.sum(jax.lax.batch_matmul(jnp.moveaxis(b[0], 1, 0), w) ** 2, (0, 2)))  # noqa: E731
