@@ -47,6 +47,8 @@ from hypergrad.optimizers import SGD as SGD
 from hypergrad.optimizers import Adagrad as Adagrad
 from hypergrad.optimizers import Adam as Adam
 from hypergrad.optimizers import AdamW as AdamW
+from hypergrad.optimizers import DiagonalGGN as DiagonalGGN
+from hypergrad.optimizers import DiagonalGGNMC as DiagonalGGNMC
 from hypergrad.optimizers import HeavyBall as HeavyBall
 from hypergrad.optimizers import RMSProp as RMSProp
 from hypergrad.optimizers import Statistics as Statistics

@@ -31,7 +31,7 @@ PLACE = {name: place for place, room in enumerate(ROOMS) for name in room}
 
 PUBLIC = {
     "train", "Trained", "Statistics", "PerStep", "minibatches", "stacked", "full_batch", "host_batches",
-    "SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad",
+    "SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad", "DiagonalGGN", "DiagonalGGNMC",
     "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "partition", "to_optax",
     "Reversible", "Truncated", "Unrolled", "Checkpointed",
     "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots", "concrete_dropout",

@@ -5,6 +5,7 @@ of which changes a derivative. What has a derivative rule of its own stays whole
 """
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,8 @@ def likelihood_of(e: Any) -> str | None:
     """The likelihood that an equation is a part of: declared, or one of optax's functions."""
     if e.primitive.name == "jit" and e.params["name"].startswith(LIKELIHOOD):
         return e.params["name"].removeprefix(LIKELIHOOD)
+    if e.primitive.name == "jit" and e.params["name"] == "log_softmax" and _is_jax_log_softmax(e):
+        return "log_softmax"
     scopes = [x for x in str(e.source_info.name_stack).split("/") if x.startswith(LIKELIHOOD)]
     if scopes:
         return scopes[0].removeprefix(LIKELIHOOD)
@@ -90,6 +93,14 @@ def likelihood_of(e: Any) -> str | None:
     names = [f.function_name for f in trace.frames if "/optax/losses/" in f.file_name] if trace is not None else []
     known = [OPTAX[name] for name in names if name in OPTAX]
     return known[-1] if known else None  # the outermost: half of a squared error calls the squared error
+
+
+def _is_jax_log_softmax(e: Any) -> bool:
+    """Whether it is JAX's, along the last axis."""
+    inner = e.params["jaxpr"].jaxpr
+    source, last = inner.debug_info.func_src_info or "", e.invars[0].aval.ndim - 1
+    maxima = [x.params["axes"] for x in inner.eqns if x.primitive.name == "reduce_max"]
+    return f"{os.sep}jax{os.sep}_src{os.sep}nn{os.sep}" in source and maxima == [(last,)] and len(e.invars) == 1
 
 
 def _unrolled(of: dict[str, Any], arrays: list[Any]) -> list[Any]:

@@ -26,6 +26,7 @@ class Likelihood:
     root: Callable[[Array], Array]  # f -> the factor: [..., classes, classes] where a prediction is a row, else like f
     sample: Callable[[Array, Array], Array]  # (f, key) -> the gradient in f of a label that the model draws
     rows: bool = False
+    logarithms: bool = False  # value is the logarithm of each class, and the loss a sum of negative multiples of them
 
 
 def _softmax(f: Array, y: Array) -> Array:
@@ -78,6 +79,9 @@ POISSON = Likelihood(
     lambda f, key: jnp.exp(f) - jax.random.poisson(key, jnp.exp(f), f.shape).astype(f.dtype),
 )
 LIKELIHOODS = {x.name: x for x in (SOFTMAX, SIGMOID, SQUARED, HALF, POISSON)}
+# A cross entropy written down with `jax.nn.log_softmax`.
+LOG_SOFTMAX = dataclasses.replace(SOFTMAX, name="log_softmax", logarithms=True)
+KINDS = {**LIKELIHOODS, "log_softmax": LOG_SOFTMAX}
 
 
 def likelihood(name: str, outputs: Array, targets: Array) -> Array:
@@ -132,7 +136,7 @@ def find_end(found: Found) -> End | None:
         (outputs,), (values,) = entering, leaving
         coefficients = {x for x in made if x not in depends} | set(flat.jaxpr.invars)
         if outputs in made and _meets(found, made[outputs]) and linear_in(flat, {values}, coefficients):
-            return End(LIKELIHOODS[next(iter(marked.values()))], made[outputs], made[values])
+            return End(KINDS[next(iter(marked.values()))], made[outputs], made[values])
     last = max((use.index for use in found.uses), default=len(flat.equations))
     meeting = [i for i in range(last, len(flat.equations)) if _meets(found, i)]
     return End(None, meeting[0], None) if meeting else None

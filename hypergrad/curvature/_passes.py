@@ -158,7 +158,8 @@ def _weights(passes: Passes, inputs: Inputs, outputs: Array) -> Array:
     assert passes.end is not None and passes.end.values is not None
     place = passes.end.values
     values = passes.found.flat.equations[place].outvars[0].aval
-    return jax.grad(lambda x: passes.loss_from(inputs, place, x))(jnp.zeros(values.shape, values.dtype))
+    slopes = jax.grad(lambda x: passes.loss_from(inputs, place, x))(jnp.zeros(values.shape, values.dtype))
+    return -slopes.sum(-1) if passes.end.kind is not None and passes.end.kind.logarithms else slopes
 
 
 def layer_matrices(found: Found, use: Use, weights: list[Any], operands: list[Any], b: Array) -> tuple[Array, Array]:

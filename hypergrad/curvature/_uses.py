@@ -26,8 +26,9 @@ PENALTY = "a penalty alone"  # why a leaf is general
 # What a penalty may pass between where it is added and the loss.
 LINEAR = {
     "add", "sub", "neg", "add_any", "reshape", "squeeze", "transpose", "convert_element_type", "broadcast_in_dim", "copy",
-    "reduce_sum",
+    "reduce_sum", "slice", "concatenate",
 }  # fmt: skip
+OF_THE_FIRST = {"div", "gather", "dynamic_slice"}  # linear in their first operand
 
 
 class View(NamedTuple):
@@ -180,7 +181,7 @@ def linear_in(flat: Flat, given: set[Any], constant: set[Any]) -> bool:
             continue
         name = e.primitive.name
         others = [x for x in _variables(e) if x not in reached]
-        scaled = name in ("mul", "dot_general") or (name == "div" and e.invars[0] is met[0])
+        scaled = name in ("mul", "dot_general") or (name in OF_THE_FIRST and e.invars[0] is met[0])
         by_constants = scaled and len(met) == 1 and all(x in constant for x in others)
         if not (name in LINEAR or by_constants or all(x in constant for x in e.outvars)):
             return False

@@ -4,6 +4,8 @@ from hypergrad.optimizers.adam import Adam as Adam
 from hypergrad.optimizers.adam import AdamW as AdamW
 from hypergrad.optimizers.chain import Link as Link
 from hypergrad.optimizers.chain import Optimizer as Optimizer
+from hypergrad.optimizers.diagonal import DiagonalGGN as DiagonalGGN
+from hypergrad.optimizers.diagonal import DiagonalGGNMC as DiagonalGGNMC
 from hypergrad.optimizers.partition import Partition as Partition
 from hypergrad.optimizers.partition import partition as partition
 from hypergrad.optimizers.rms import Adagrad as Adagrad

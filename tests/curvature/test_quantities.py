@@ -182,6 +182,23 @@ def test_declared_likelihoods(name: str, targets: str) -> None:
     assert apart(found["ggn_diagonal_mc"], exact) < 0.05 * max(float(jnp.max(x)) for x in jax.tree.leaves(exact))
 
 
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_a_cross_entropy_by_hand(axis: int) -> None:
+    """Found by its logarithms, along the last axis; weights of classes and smoothed labels count."""
+    net, weight = dense(), jnp.asarray([1.0, 2.0, 0.5])
+
+    def end(f: Any, b: Any) -> Any:
+        logs = jax.nn.log_softmax(f) if axis == -1 else jax.nn.log_softmax(f.T, axis=0).T
+        smooth = 0.9 * jax.nn.one_hot(b["y"], 3) + 0.1 / 3
+        return -jnp.mean(jnp.sum(logs * smooth, -1) * weight[b["y"]])
+
+    net = net._replace(end=end)
+    assert apart(of(net, "ggn_diagonal")["ggn_diagonal"], diagonal(net, ggn(net))) < 1e-12
+    if axis == -1:
+        found = of(net, "ggn_diagonal_mc", key=jax.random.key(0), samples=20_000)["ggn_diagonal_mc"]
+        assert apart(found, diagonal(net, ggn(net))) < 0.02
+
+
 def test_in_jit_and_vmap_and_again() -> None:
     net = dense()
     once = of(net, "variance")["variance"]
