@@ -1,9 +1,10 @@
 """One checkout of the library beside another: time and memory of a hypergradient, and what it takes to build its program.
 
-    python -m experiments.benchmarks.trees --trees NAME=PATH NAME=PATH [--rounds 9] [--models NAME ...]
+    python -m experiments.benchmarks.trees --trees NAME=PATH NAME=PATH [--rounds 9] [--models NAME ...] [--no-build]
 
 By turns, each measurement in a process of its own: the machine's luck is shared, and a process's own is averaged. The table
 has medians and ranges; building is taken apart into tracing, lowering and compiling, beside the unroll's in raw JAX.
+`--no-build` leaves that out: half of the time.
 """
 
 import argparse
@@ -85,12 +86,14 @@ MODELS: dict[str, Any] = {
 }
 
 
-def measured(name: str) -> dict[str, float]:
+def measured(name: str, build: bool = True) -> dict[str, float]:
     """Of one model, in this process."""
     task = MODELS[name]()
     ours = separate_rates if name == "300 rates" else optimized
-    found = {f"ours: {k}": x for k, x in _built(functools.partial(ours, task), task.rates)[0].items()}
-    found |= {f"unroll: {k}": x for k, x in _built(functools.partial(opponents.unrolled, task), task.rates)[0].items()}
+    found: dict[str, float] = {}
+    if build:
+        found |= {f"ours: {k}": x for k, x in _built(functools.partial(ours, task), task.rates)[0].items()}
+        found |= {f"unroll: {k}": x for k, x in _built(functools.partial(opponents.unrolled, task), task.rates)[0].items()}
     _, compiled = _built(functools.partial(ours, task), task.rates)
     jax.block_until_ready(compiled(task.rates))
     times, end = [], time.perf_counter() + SECONDS
@@ -117,9 +120,9 @@ def _built(function: Any, rates: Any) -> tuple[dict[str, float], Any]:
     return parts | {"build": clock[-1] - clock[0]}, compiled
 
 
-def in_tree(path: str, name: str) -> dict[str, float]:
+def in_tree(path: str, name: str, build: bool = True) -> dict[str, float]:
     """`measured` with the library of another checkout."""
-    worker = [sys.executable, str(pathlib.Path(__file__)), "--worker", name]
+    worker = [sys.executable, str(pathlib.Path(__file__)), "--worker", name, *([] if build else ["--no-build"])]
     done = subprocess.run(worker, env=os.environ | {"PYTHONPATH": path}, check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -129,17 +132,18 @@ def main() -> None:
     parser.add_argument("--trees", nargs="+", metavar="NAME=PATH", default=[])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--no-build", action="store_true")
     parser.add_argument("--worker", metavar="MODEL")
     arguments = parser.parse_args()
     if arguments.worker:
-        print(json.dumps(measured(arguments.worker)))
+        print(json.dumps(measured(arguments.worker, not arguments.no_build)))
         return
     trees = dict(x.split("=", 1) for x in arguments.trees)
     for name in arguments.models:
         rows: dict[str, list[dict[str, float]]] = {tree: [] for tree in trees}
         for i in range(arguments.rounds):
             for tree in trees if i % 2 == 0 else reversed(trees):
-                rows[tree].append(in_tree(trees[tree], name))
+                rows[tree].append(in_tree(trees[tree], name, not arguments.no_build))
         print(f"{name}:")
         for key in next(iter(rows.values()))[0]:
             columns = [[row[key] for row in rows[tree]] for tree in trees]
