@@ -73,7 +73,7 @@ def _inlined(jaxpr: Jaxpr, constants: Any, leaves: Any) -> list[Any]:
             return _inlined(e.params["jaxpr"].jaxpr, e.params["jaxpr"].consts, arrays)
         if name in ("checkpoint", "remat2"):
             return _inlined(e.params["jaxpr"], [], arrays)
-        if name == "scan" and e.params["length"] * len(e.params["jaxpr"].jaxpr.eqns) <= UNROLLED:
+        if name == "scan" and 0 < e.params["length"] * len(e.params["jaxpr"].jaxpr.eqns) <= UNROLLED:
             return _unrolled(e.params, arrays)
         return None
 

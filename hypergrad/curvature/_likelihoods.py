@@ -14,7 +14,7 @@ from jax import Array
 from jax.extend.core import Literal
 
 from hypergrad.curvature._flat import LIKELIHOOD, Flat, likelihood_of
-from hypergrad.curvature._uses import PENALTY, Found, linear_in
+from hypergrad.curvature._uses import PENALTY, Found, is_linear, linear_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,20 +126,48 @@ class End:
 
 def find_end(found: Found) -> End | None:
     """The end in a likelihood that is declared, in one of optax's functions, or else where all layers have met."""
+    known = _likelihood_end(found)
+    if known is not None:
+        return known
+    equations = found.flat.equations
+    last = max((use.index for use in found.uses), default=len(equations))
+    meeting = [i for i in range(last, len(equations)) if _meets(found, i)]
+    return End(None, meeting[0], None) if meeting else None
+
+
+def _likelihood_end(found: Found) -> End | None:
+    """One call of one known function, of outputs that all layers go through, in whose values the loss is linear."""
     flat = found.flat
     depends, made = _depending(flat), {x: i for i, e in enumerate(flat.equations) for x in e.outvars}
     marked = {i: kind for i, e in enumerate(flat.equations) if (kind := likelihood_of(e)) is not None}
-    entering = {x for i in marked for x in _read(flat, i) if x in depends and made.get(x) not in marked}
+    if LOG_SOFTMAX.name in marked.values():  # it says more than who called it: targets need not sum to 1
+        marked = {i: kind for i, kind in marked.items() if kind == LOG_SOFTMAX.name}
+    read = {x for i in marked for x in _read(flat, i) if made.get(x) not in marked}
     outside: set[Any] = {x for i in range(len(flat.equations)) if i not in marked for x in _read(flat, i)}
-    leaving = {x for x in outside | set(flat.jaxpr.outvars) if x in depends and made.get(x) in marked}
-    if len(entering) == len(leaving) == 1 and len(set(marked.values())) == 1:
-        (outputs,), (values,) = entering, leaving
-        coefficients = {x for x in made if x not in depends} | set(flat.jaxpr.invars)
-        if outputs in made and _meets(found, made[outputs]) and linear_in(flat, {values}, coefficients):
-            return End(KINDS[next(iter(marked.values()))], made[outputs], made[values])
-    last = max((use.index for use in found.uses), default=len(flat.equations))
-    meeting = [i for i in range(last, len(flat.equations)) if _meets(found, i)]
-    return End(None, meeting[0], None) if meeting else None
+    entering = [x for x in read if x in depends and x in made]
+    leaving = [x for x in outside | set(flat.jaxpr.outvars) if x in depends and made.get(x) in marked]
+    if len(entering) != 1 or len(leaving) != 1 or len(set(marked.values())) != 1:
+        return None
+    coefficients = {x for x in made if x not in depends} | set(flat.jaxpr.invars)
+    plain = _as_it_is_called([flat.equations[i] for i in marked], read, entering[0], coefficients)
+    if not (plain and _meets(found, made[leaving[0]]) and linear_in(flat, {leaving[0]}, coefficients)):
+        return None
+    return End(KINDS[next(iter(marked.values()))], made[entering[0]], made[leaving[0]])
+
+
+def _as_it_is_called(equations: list[Any], read: set[Any], outputs: Any, coefficients: set[Any]) -> bool:
+    """Whether a known function has no mask, classes along the last axis, and the model's outputs where outputs belong."""
+    if any(x.aval.dtype == bool for x in read):
+        return False
+    reached, curved = {outputs}, False
+    for e in equations:
+        if any(not isinstance(x, Literal) and x in reached for x in e.invars):
+            axes = e.params.get("axes", ())
+            if axes and tuple(axes) != (e.invars[0].aval.ndim - 1,):
+                return False
+            curved |= not is_linear(e, reached, coefficients)
+            reached.update(e.outvars)
+    return curved  # targets enter linearly
 
 
 def _meets(found: Found, place: int) -> bool:

@@ -134,13 +134,15 @@ def factor(passes: Passes, inputs: Inputs, outputs: Any) -> tuple[Array, Array]:
         tail = lambda f: passes.loss_from(inputs, end.outputs, f.reshape(like))  # noqa: E731
         values, vectors = jnp.linalg.eigh(jax.hessian(tail)(outputs.reshape(-1)))
         return (vectors * jnp.sqrt(jnp.abs(values))).T.reshape(size, *like), jnp.sign(values)
-    root, weight = end.kind.root(outputs), jnp.sqrt(_weights(passes, inputs, outputs))
+    weight = _weights(passes, inputs, outputs)
+    signs = jnp.sign(weight).reshape(-1)
+    root, weight = end.kind.root(outputs), jnp.sqrt(jnp.abs(weight))
     if not end.kind.rows:
-        return jnp.diag((root * weight.reshape(like)).reshape(-1)).reshape(size, *like), jnp.ones(size, outputs.dtype)
+        return jnp.diag((root * weight.reshape(like)).reshape(-1)).reshape(size, *like), signs
     rows, classes = size // like[-1], like[-1]
     blocks = (root * weight.reshape(like[:-1])[..., None, None]).reshape(rows, classes, classes)
     whole = jnp.einsum("rck,rs->rksc", blocks, jnp.eye(rows, dtype=outputs.dtype))
-    return whole.reshape(size, *like), jnp.ones(size, outputs.dtype)
+    return whole.reshape(size, *like), jnp.repeat(signs, classes)
 
 
 def draws(passes: Passes, inputs: Inputs, outputs: Any, key: Array | None, samples: int) -> Array:

@@ -179,11 +179,14 @@ def linear_in(flat: Flat, given: set[Any], constant: set[Any]) -> bool:
         met = [x for x in _variables(e) if x in reached]
         if not met or given & set(e.outvars):
             continue
-        name = e.primitive.name
-        others = [x for x in _variables(e) if x not in reached]
-        scaled = name in ("mul", "dot_general") or (name in OF_THE_FIRST and e.invars[0] is met[0])
-        by_constants = scaled and len(met) == 1 and all(x in constant for x in others)
-        if not (name in LINEAR or by_constants or all(x in constant for x in e.outvars)):
+        if not (is_linear(e, reached, constant) or all(x in constant for x in e.outvars)):
             return False
         reached.update(e.outvars)
     return True
+
+
+def is_linear(e: Any, given: set[Any], constant: set[Any]) -> bool:
+    """Whether an equation is linear in the variables given, up to a constant."""
+    met, others = ([x for x in _variables(e) if (x in given) == inside] for inside in (True, False))
+    scaled = e.primitive.name in ("mul", "dot_general") or (e.primitive.name in OF_THE_FIRST and e.invars[0] is met[0])
+    return e.primitive.name in LINEAR or (scaled and len(met) == 1 and all(x in constant for x in others))

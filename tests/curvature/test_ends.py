@@ -1,0 +1,72 @@
+"""Where the model ends is found only where it is what it seems: each loss here has the GGN's diagonal by brute force."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from networks import Network, dense, diagonal, ggn, normal
+
+from hypergrad.curvature import quantities
+from hypergrad.curvature._quantities import analysed
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+TARGETS = normal(np.random.default_rng(5), 3, 3)
+MASK = jnp.asarray([True, True, False])
+integer = optax.softmax_cross_entropy_with_integer_labels
+
+
+def rows(b: Any) -> Any:
+    return jax.nn.one_hot(b["y"], 3)
+
+
+ENDS: dict[str, tuple[Any, str | None]] = {
+    "plain": (lambda f, b: integer(f, b["y"]).mean(), "softmax_cross_entropy"),
+    "one at a time": (lambda f, b: jax.vmap(integer)(f, b["y"]).mean(), "softmax_cross_entropy"),
+    "jitted": (lambda f, b: jax.jit(lambda f, y: integer(f, y).mean())(f, b["y"]), "softmax_cross_entropy"),
+    "negative": (lambda f, b: -integer(f, b["y"]).mean(), "softmax_cross_entropy"),
+    "rows": (lambda f, b: optax.softmax_cross_entropy(f, rows(b)).mean(), "log_softmax"),
+    "rows of any sum": (lambda f, b: optax.softmax_cross_entropy(f, TARGETS[b["y"]]).mean(), "log_softmax"),
+    "half": (lambda f, b: optax.l2_loss(f, rows(b)).sum(-1).mean(), "half_squared_error"),
+    "sigmoid": (lambda f, b: optax.sigmoid_binary_cross_entropy(f, rows(b)).mean(), "sigmoid_cross_entropy"),
+    "another axis": (lambda f, b: jax.vmap(lambda f: optax.softmax_cross_entropy(
+        jnp.outer(f, f), TARGETS, axis=0).sum())(f).mean(), None),
+    "masked": (lambda f, b: optax.softmax_cross_entropy(f, rows(b), where=jnp.broadcast_to(MASK, f.shape)).mean(), None),
+    "outputs as targets": (lambda f, b: optax.softmax_cross_entropy(rows(b), jnp.tanh(f)).mean(), None),
+    "both": (lambda f, b: optax.squared_error(f, jnp.sin(f)).mean(), None),
+    "two": (lambda f, b: (integer(f, b["y"]) + integer(2 * f, b["y"])).mean(), None),
+    "focal": (lambda f, b: (integer(f, b["y"]) ** 2).mean(), None),
+    "smoothed by hand": (lambda f, b: (integer(f, b["y"]) + 0.1 * jax.nn.log_softmax(f)[:, 0]).mean(), None),
+    "by hand": (lambda f, b: jnp.mean((f - rows(b)) ** 4), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_ends(name: str) -> None:
+    end, expected = ENDS[name]
+    net: Network = dense()._replace(end=end)
+    found = analysed(net.loss, net.params, None, net.batch)[1]
+    assert found is not None and (found.kind.name if found.kind else None) == expected
+    if name == "another axis":  # its outputs are the products of what brute force calls outputs
+        return
+    got = quantities(net.loss, net.params, None, net.batch, "ggn_diagonal")["ggn_diagonal"]
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(diagonal(net, ggn(net))), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+def test_an_auxiliary_loss_of_a_hidden_layer_is_part_of_the_end() -> None:
+    """What does not go through the outputs would be forgotten: the model then ends where all has met."""
+    net = dense()
+    hidden = lambda p, b: jnp.tanh(b["x"] @ p["w"] + p["b"])  # noqa: E731
+    loss = lambda p, theta, b: net.loss(p, None, b) + jnp.mean(hidden(p, b) ** 2)  # noqa: E731
+    end = analysed(loss, net.params, None, net.batch)[1]
+    assert end is None or end.kind is None
