@@ -113,9 +113,9 @@ def asked(case: Case, mode: str) -> list[tuple[dict[str, Any], Any]]:
     return [case.lane(i) for i in range(LANES if "vmap" in mode else 1)]
 
 
-def oracle(case: Case) -> Callable[..., tuple[Any, Any]]:
+def oracle(case: Case, quick: bool = True) -> Callable[..., tuple[Any, Any]]:
     """(h, key) -> (value, gradient) along `hg.Unrolled`, compiled once."""
-    options = QUICK if jax.default_backend() == "cpu" else None
+    options = QUICK if quick and jax.default_backend() == "cpu" else None
     return jax.jit(lambda h, key: jax.value_and_grad(case.value)(h, key, hg.Unrolled()), compiler_options=options)
 
 

@@ -211,16 +211,17 @@ def alike(args: Any) -> tuple[Any, ...]:
     return tree, tuple((jax.typeof(x), x.sharding if getattr(x, "committed", False) else None) for x in leaves)
 
 
-# Measured in docs/performance.md: fewer copies of what a loop carries, and all lanes of the processor.
-_FOR_CPU = {"xla_cpu_copy_insertion_use_region_analysis": True, "xla_cpu_prefer_vector_width": 512}
+# All lanes of the processor. No option that decides which copies are made: with `xla_cpu_copy_insertion_use_region_analysis`
+# XLA overwrites what a scan still reads where a loss sets a row by index, and the plain gradient is wrong.
+_FOR_CPU = {"xla_cpu_prefer_vector_width": 512}
 
 
 @functools.cache
 def compiler_options() -> dict[str, Any] | None:
     """How `hg.optimize` has XLA compile, for an outermost `jax.jit` of your own: jax.jit(f, compiler_options=this).
 
-    On CPUs: loops copy less of what they carry, and vectors are as wide as the processor's. None elsewhere, or where XLA
-    does not know these options. JAX takes none for a jit inside of another.
+    On CPUs: vectors are as wide as the processor's. None elsewhere, or where XLA does not know the option. JAX takes none
+    for a jit inside of another.
     """
     if jax.default_backend() != "cpu":
         return None

@@ -1,0 +1,65 @@
+"""How the library compiles changes no number: a loss has the gradient that JAX gives it, by whatever options."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hypergrad as hg
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def scanned(rows: Any) -> Any:
+    return jax.lax.scan(lambda h, row: (jnp.tanh(0.5 * h + row),) * 2, jnp.zeros_like(rows[0]), rows)[1]
+
+
+CHANGED = {  # a row by its index, which is data
+    "set": lambda p, i: p.at[i].set(0.5),
+    "multiplied": lambda p, i: p.at[i].multiply(0.5),
+    "added": lambda p, i: p.at[i].add(0.5),
+    "swapped": lambda p, i: p.at[i].set(p[0]),
+    "sliced": lambda p, i: jax.lax.dynamic_update_slice(p, jnp.full((1, 3), 0.5), (i, 0)),
+    "sorted": lambda p, i: jnp.sort(p.at[i].min(0.1), axis=0),
+}
+
+
+def loss(how: str) -> Any:
+    """Parameters that a loop reads, and of which a row is overwritten beside it."""
+    return lambda p, theta, i: jnp.mean(jnp.tanh(jnp.sin(CHANGED[how](p, i)))) + theta * jnp.mean(jnp.tanh(scanned(p)))
+
+
+W, INDEX = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)), jnp.float32), 2
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("how", CHANGED)
+def test_our_options_keep_gradients(how: str) -> None:
+    """The gradient and its derivative, compiled as the library does and one operation at a time."""
+    w, gradient = W.astype(float), jax.grad(loss(how))
+    both = lambda w, i: jax.jvp(lambda w: gradient(w, 1.3, i), (w,), (jnp.cos(w),))  # noqa: E731
+    found = jax.jit(both, compiler_options=hg.compiler_options())(w, jnp.asarray(INDEX))
+    for a, b in zip(found, both(w, jnp.asarray(INDEX)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-14)
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("how", ["set", "multiplied"])
+def test_rows_set_by_index_beside_a_scan(how: str) -> None:
+    def end(rate: Any, theta: Any, adjoint: Any) -> Any:
+        rule, batches = hg.HeavyBall(rate, 0.75), hg.full_batch(jnp.asarray(INDEX))
+        run = hg.train(loss(how), W.astype(float), rule, batches, theta=theta, steps=3, adjoint=adjoint)
+        return jnp.sum(jnp.sin(run.params))
+
+    found, truth = (jax.grad(end, (0, 1))(0.3, 1.3, adjoint) for adjoint in (hg.Reversible(), hg.Unrolled()))
+    np.testing.assert_allclose(found, truth, rtol=1e-9)
+    hypers = {"rate": jnp.asarray(0.3), "theta": jnp.asarray(1.3)}
+    _, grads = hg.hypergradient(lambda h, _: end(h["rate"], h["theta"], hg.Reversible()), lambda value: value, hypers)
+    np.testing.assert_allclose([grads["rate"], grads["theta"]], truth, rtol=1e-9)
