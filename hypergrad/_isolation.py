@@ -72,6 +72,17 @@ def stored(t: Array, x: Array) -> Array:
     return jnp.where(t >= 0, x, 0)
 
 
+def wanting(t: Array, value: Array, others: list[Array]) -> Array:
+    """value, of a program that needs the others, too.
+
+    XLA takes out of a branch what nobody uses of its results, as the gradient of a frozen leaf on the way back, and what is
+    left it fuses otherwise. Reads one entry of each.
+    """
+    for x in others:
+        value = jnp.where(t >= 0, value, jnp.ravel(x)[0].astype(value.dtype)) if x.size else value
+    return value
+
+
 SMALL_LOOP = 2**16  # bytes that a loop holds: XLA:CPU takes some kilobytes for small
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad import _programs as programs
-from hypergrad._isolation import kernel_by_kernel
+from hypergrad._isolation import kernel_by_kernel, unseen
 from hypergrad.run import pieces
 
 
@@ -46,6 +46,8 @@ SECONDS_BETWEEN_REPORTS = 0.5
 def scan(body: Body, consts: Any, carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
     """One loop over xs = (t, ...)."""
     held = (consts, carry, xs)
+    if len(xs[0]) == 1:  # XLA has no loop of one step: it would know t, and take every branch that hides something from it
+        xs = (jnp.where(unseen(), xs[0], -1), *xs[1:])
     return jax.lax.scan(lambda c, x: body(consts, c, (kernel_by_kernel(x[0], held), *x[1:])), carry, xs, reverse=reverse)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad import _programs as programs
-from hypergrad._isolation import barrier, isolated
+from hypergrad._isolation import barrier, isolated, wanting
 from hypergrad.batches import HostBatches
 from hypergrad.exact import Schedule
 from hypergrad.optimizers.block import Block, Floats
@@ -153,7 +153,7 @@ class Run:
         """(loss, `joined` gradient, batch statistics) as training computes them: compiled apart from what surrounds them."""
         apart = alone(gradient) if self.driver == "host" else functools.partial(isolated, t, gradient)
         value, g, seen = apart(w, theta, frozen, batch)
-        return value, self.joined(t, g), seen
+        return wanting(t, value, [*g, *seen]), self.joined(t, g), seen
 
     def more_signals(
         self, t: Array, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]

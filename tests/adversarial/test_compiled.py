@@ -63,3 +63,35 @@ def test_rows_set_by_index_beside_a_scan(how: str) -> None:
     hypers = {"rate": jnp.asarray(0.3), "theta": jnp.asarray(1.3)}
     _, grads = hg.hypergradient(lambda h, _: end(h["rate"], h["theta"], hg.Reversible()), lambda value: value, hypers)
     np.testing.assert_allclose([grads["rate"], grads["theta"]], truth, rtol=1e-9)
+
+
+def nested(p: Any, theta: Any, batch: Any) -> Any:
+    """Loops and a normalization, in float32: what XLA makes of it depends on which gradients are asked for."""
+    x, y = batch
+    a = jax.lax.scan(lambda h, row: ((0.5 * h + row) * jax.lax.stop_gradient(jnp.tanh(0.5 * h + row)),) * 2, x[0], p["a"])[1]
+    b = jax.lax.scan(lambda h, row: (1 / (2 + jnp.sin(0.5 * h + row)),) * 2, jnp.zeros(3), a * theta)[1]
+    joint = jnp.mean(jnp.tanh(jax.nn.standardize(p["b"], axis=1, epsilon=0.1) - y.max())) + 1.3 * jnp.mean(jnp.tanh(b))
+    joint = joint + 1.6 * jnp.mean(jnp.tanh(jnp.sum(x, axis=1) / 2))
+    penalty = 0.1 * sum(jnp.mean((w - 0.2) ** 2) for w in p.values()) + 0.3 * theta * jnp.mean(p["a"] ** 2)
+    return joint + jnp.sin(2 * joint) + penalty
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("frozen", [None, "a", "b"])
+@pytest.mark.parametrize("steps", [1, 7])
+def test_frozen_leaves_and_single_steps_come_back(frozen: str | None, steps: int) -> None:
+    """A gradient that nobody reads on the way back, and a loop of one step, of which XLA makes none: both are reversed."""
+    rng = np.random.default_rng(4)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    with jax.enable_x64(False):
+        params, batch = {"a": draw(3, 3), "b": draw(2, 3)}, hg.full_batch((draw(4, 3), draw(4)))
+        rule = hg.RMSProp(0.05)
+        if frozen is not None:
+            rule = hg.freeze(rule, {name: name != frozen for name in params})
+
+        def end(theta: Any) -> Any:
+            adjoint = hg.Reversible(driver="scan", isolate=True)
+            run = hg.train(nested, params, rule, batch, theta=theta, steps=steps, adjoint=adjoint)
+            return sum(jnp.sum(w) for w in run.params.values())
+
+        assert jnp.isfinite(jax.grad(end)(jnp.float32(-0.36)))
