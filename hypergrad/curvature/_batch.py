@@ -67,6 +67,13 @@ class Batch:
         uses = self.passes.found.of(leaf)
         return uses[0] if len(uses) == 1 and leaf not in self.passes.found.penalized else None
 
+    def first_pair(self, leaf: int) -> tuple[Use, Array, Array] | None:
+        """The one use of a leaf, with the A and B of its gradients."""
+        use = self.one_use(leaf)
+        if use is None or self.examples.first is None:
+            return None
+        return use, *self.matrices(use, self.examples.first[0][use.index])
+
     def of_examples(self, leaf: int) -> Array:
         """grad l_n."""
         assert self.examples.first is not None
@@ -82,9 +89,9 @@ def squared_norms(batch: Batch) -> list[Array]:
 
 
 def _squared_norm(batch: Batch, leaf: int) -> Array:
-    use = batch.one_use(leaf)
-    if use is not None and batch.examples.first is not None:
-        a, b = batch.matrices(use, batch.examples.first[0][use.index])
+    pair = batch.first_pair(leaf)
+    if pair is not None:
+        _, a, b = pair
         positions, (wide, out) = a.shape[2], (a.shape[3], b.shape[3])
         if positions == 1:
             return jnp.sum(jnp.sum(a * a, (2, 3)) * jnp.sum(b * b, (2, 3)), 1)
@@ -99,9 +106,9 @@ def second_moment(batch: Batch) -> list[Array]:
 
 
 def _second_moment(batch: Batch, leaf: int) -> Array:
-    use = batch.one_use(leaf)
-    if use is not None and batch.examples.first is not None:
-        a, b = batch.matrices(use, batch.examples.first[0][use.index])
+    pair = batch.first_pair(leaf)
+    if pair is not None:
+        use, a, b = pair
         if a.shape[2] == 1:
             return batch.spread(use, jnp.einsum("ngti,ngto->gio", a * a, b * b) / batch.count)
     return jnp.mean(batch.of_examples(leaf) ** 2, 0)
@@ -113,9 +120,9 @@ def mean_gradient(batch: Batch) -> list[Array]:
 
 
 def _mean_gradient(batch: Batch, leaf: int) -> Array:
-    use = batch.one_use(leaf)
-    if use is not None and batch.examples.first is not None:
-        a, b = batch.matrices(use, batch.examples.first[0][use.index])
+    pair = batch.first_pair(leaf)
+    if pair is not None:
+        use, a, b = pair
         return batch.spread(use, jnp.einsum("ngti,ngto->gio", a, b) / batch.count)
     return jnp.mean(batch.of_examples(leaf), 0)
 
