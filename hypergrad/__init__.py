@@ -43,28 +43,37 @@ from hypergrad.hypers import natural as natural
 from hypergrad.hypers import positive as positive
 from hypergrad.hypers import scatter as scatter
 from hypergrad.hypers import unit_interval as unit_interval
+from hypergrad.optimizers import ADOPT as ADOPT
 from hypergrad.optimizers import SGD as SGD
 from hypergrad.optimizers import Adagrad as Adagrad
 from hypergrad.optimizers import Adam as Adam
 from hypergrad.optimizers import AdamW as AdamW
+from hypergrad.optimizers import AdEMAMix as AdEMAMix
 from hypergrad.optimizers import DiagonalGGN as DiagonalGGN
 from hypergrad.optimizers import DiagonalGGNMC as DiagonalGGNMC
 from hypergrad.optimizers import HeavyBall as HeavyBall
+from hypergrad.optimizers import Lion as Lion
+from hypergrad.optimizers import Muon as Muon
+from hypergrad.optimizers import NAdamW as NAdamW
+from hypergrad.optimizers import Nesterov as Nesterov
+from hypergrad.optimizers import NorMuon as NorMuon
 from hypergrad.optimizers import RMSProp as RMSProp
+from hypergrad.optimizers import ScheduleFreeAdamW as ScheduleFreeAdamW
+from hypergrad.optimizers import Shampoo as Shampoo
 from hypergrad.optimizers import Statistics as Statistics
 from hypergrad.optimizers import add_decayed_weights as add_decayed_weights
 from hypergrad.optimizers import clip as clip
 from hypergrad.optimizers import clip_by_global_norm as clip_by_global_norm
 from hypergrad.optimizers import freeze as freeze
+from hypergrad.optimizers import muon_with_adamw as muon_with_adamw
 from hypergrad.optimizers import partition as partition
+from hypergrad.optimizers import with_gradient_link as with_gradient_link
 from hypergrad.schedules import PerStep as PerStep
 from hypergrad.schedules import knots as knots
 
 
 _NOT_REVERSIBLE = {
-    "Nesterov": "hg.HeavyBall, or hg.SGD",
-    "NAdam": "hg.Adam",
-    "Lion": "hg.Adam, or hg.RMSProp",
+    "NAdam": "hg.NAdamW",
     "Adadelta": "hg.RMSProp",
 }
 

@@ -38,8 +38,8 @@ def to_optax(optimizer: Optimizer, steps: int | None = None) -> optax.GradientTr
     learned. A loop of `update` and `optax.apply_updates` gives the losses of `hg.train` to rounding. `update` needs
     `params`, computes in float32 at least, with every decay rounded to the n/d of training, and rounds updates to the
     parameters' types. steps: the length of its schedules, which they tell unless there are none. After that many updates the
-    last values hold, and the bias corrections of Adam go on. A rule of your own with a `prepare` sees all steps at once, as
-    in training, so it needs them; afterwards what it made of the last holds.
+    last values hold, and the bias corrections of Adam go on. A rule whose `prepare` sees all steps at once (not
+    `by_step`), as that of `hg.ScheduleFreeAdamW`, needs them; afterwards what it made of the last holds.
     """
     optimizer = _checked(optimizer)
     steps = _length(optimizer, steps)
@@ -74,11 +74,12 @@ def _laid_out(optimizer: Optimizer, params: Any, steps: int, state: Any) -> Laid
 def _at_present(optimizer: Optimizer, steps: int, params: Any, state: OptaxState) -> LaidOut:
     """The next step: its hyperparameters, without a step axis, and what all links have come to.
 
-    Of our own rules as of a run of one step, which begins with the state so far: nothing is computed for the other steps,
-    and there is no last one.
+    Of rules that prepare each step by itself as of a run of one step, which begins with the state so far: nothing is
+    computed for the other steps, and there is no last one. Of others as of the run from its first step.
     """
-    if _rules_with_prepare(optimizer):
-        out, t = _laid_out(optimizer, params, steps, state.links), state.count
+    if _prepared_together(optimizer):
+        whole, t = _laid_out(optimizer, params, steps, None), state.count
+        out = whole._replace(values=_laid_out(optimizer, params, steps, state.links).values)
     else:
         weights = jax.tree.map(lambda x: -jnp.expm1(x), state.log_kept)
         out, t = _laid_out(_at(optimizer, state.count), params, 1, {**state.links, **weights}), jnp.int32(0)
@@ -110,10 +111,16 @@ def _read(z: Floats, name: str) -> Floats:
     return {other: x for other, x in z.items() if other != name}
 
 
-def _rules_with_prepare(optimizer: Any) -> list[str]:
-    """Rules whose `prepare` is not the library's, and may make values of many steps together."""
+def _prepared_together(optimizer: Any) -> list[str]:
+    """Rules whose `prepare` may make the values of one step of those of others."""
     rules = [x for x in jax.tree.leaves(optimizer, is_leaf=_is_rule) if _is_rule(x)]
-    return [type(x).__name__ for x in rules if not type(x).prepare.__module__.startswith("hypergrad.")]
+    return [type(x).__name__ for x in rules if type(x).prepare is not Optimizer.prepare and not _by_step(x)]
+
+
+def _by_step(rule: Optimizer) -> bool:
+    """`by_step`, as the class says that has the last word on `prepare`."""
+    owner = next(c for c in type(rule).__mro__ if "by_step" in vars(c) or "prepare" in vars(c))
+    return "by_step" in vars(owner) and rule.by_step
 
 
 def _is_rule(x: Any) -> bool:
@@ -161,7 +168,7 @@ def _length(optimizer: Optimizer, steps: Any) -> int:
     if len(lengths | ({steps} - {None})) > 1:
         told = f", and steps={steps}" if steps is not None else ""
         raise ValueError(f"hg.to_optax: the schedules have lengths {sorted(lengths)}{told}. They are of one training run.")
-    own = _rules_with_prepare(optimizer)
+    own = _prepared_together(optimizer)
     if not lengths and steps is None and own:
         raise ValueError(
             f"hg.to_optax: `prepare` of {own[0]} may make other values for each step, and no schedule says how many there "

@@ -13,11 +13,11 @@ from hypergrad._check import Certificate, check_reversal
 from hypergrad._differences import central, extrapolated
 from hypergrad._inverse import check_inverse as check_inverse
 from hypergrad._train import train
+from hypergrad._volume import at_half, check_volume, increment, settled
 from hypergrad.adjoints import Reversible, Unrolled
 from hypergrad.batches import stacked
 from hypergrad.errors import HypergradError
-from hypergrad.optimizers.chain import PARAMS, Link, Optimizer, View
-from hypergrad.optimizers.expand import prepare
+from hypergrad.optimizers.chain import PARAMS, Link, Optimizer
 from hypergrad.optimizers.initial import final_state
 from hypergrad.optimizers.lay_out import lay_out
 from hypergrad.optimizers.partition import Layer, layers_of
@@ -27,12 +27,13 @@ from hypergrad.optimizers.transform import Transform
 def check_optimizer(optimizer: Optimizer, params: Any = None, *, steps: int = 8, tolerance: float = 1e-8) -> None:
     """Assert that an optimizer keeps the contract of reversible optimizers, on a small problem in float64.
 
-    In this order: increments are pure, have the derivatives that differences give, are linear in the gradient where `linear`
-    says so and blind to the rest of a leaf where `entrywise` does; extreme integers come back (`check_inverse`); a training
-    run comes back; its buffers hold log2(1/decay) bits; values out of range are reported; in float32 it comes back, too;
-    derivatives are finite where gradients are zero; those of `hg.Reversible` and of `hg.Unrolled` agree to a relative
-    `tolerance` in every hyperparameter, the parameters and the state. params: pytree of floats whose shapes the
-    hyperparameters fit; None: a vector and a matrix, [4] and [4, 4]. steps: of the run, and of `PerStep` hyperparameters.
+    In this order: a step multiplies volumes by its decays alone, as one with an explicit inverse does; increments are pure,
+    have the derivatives that differences give, are linear in the gradient where `linear` says so and blind to the rest of a
+    leaf where `entrywise` does; extreme integers come back (`check_inverse`); a training run comes back; its buffers hold
+    log2(1/decay) bits; values out of range are reported; in float32 it comes back, too; derivatives are finite where
+    gradients are zero; those of `hg.Reversible` and of `hg.Unrolled` agree to a relative `tolerance` in every
+    hyperparameter, the parameters and the state. params: pytree of floats whose shapes the hyperparameters fit; None: a
+    vector and a matrix, [4] and [4, 4]. steps: of the run, and of `PerStep` hyperparameters.
     Raises AssertionError that says what is wrong and where to look.
     """
     with jax.enable_x64(True):
@@ -45,6 +46,7 @@ def check_optimizer(optimizer: Optimizer, params: Any = None, *, steps: int = 8,
         name = " and ".join(type(rule.optimizer).__name__ for rule in rules)
         for rule in rules:
             for shape in sorted({leaves[i].shape for i in rule.leaves}):
+                check_volume(rule.optimizer, shape)
                 _check_increments(rule.optimizer, shape)
             around = [layer for layer in layers if not layer.is_rule and layer.leaves & rule.leaves]
             _check_entrywise(rule, around)
@@ -55,12 +57,6 @@ def check_optimizer(optimizer: Optimizer, params: Any = None, *, steps: int = 8,
         single = jax.tree.map(lambda x: x.astype(jnp.float32), (params, optimizer, batches))
         _returned(f"{name} in float32", (_loss, *single))
         _check_derivatives(name, arguments, tolerance)
-
-
-def _increment(link: Link, h: Any, z: Any, g: Any) -> Array:
-    assert link.increment is not None
-    args = (View(h, link.name), View(z, link.name))
-    return link.increment(*args) if link.name == PARAMS else link.increment(*args, g)
 
 
 def _data(rng: np.random.Generator, shape: tuple[int, ...], steps: int) -> tuple[Array, Array]:
@@ -85,14 +81,16 @@ def _check_increments(rule: Optimizer, shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     draw = lambda: jnp.asarray(rng.uniform(0.5, 1.5, shape))  # noqa: E731
     gradient = lambda: draw() * rng.choice([-1.0, 1.0], shape)  # noqa: E731 (of either sign)
-    h = prepare(rule, {field: jnp.full((1, 1, 1), 0.5) for field in rule.hyperparameters()}, 1)
-    h = {k: x.reshape(()) if x.size == 1 else x for k, x in h.items()}
+    h = at_half(rule, len(shape))
+    trained = settled(rule, h, [gradient() for _ in range(8)])
     for link in rule.chain:
 
         def inputs(link: Link = link) -> Any:
-            return h, {k.name: draw() for k in rule.chain if k is not link}, gradient()
+            """Any values of links that are like the leaf; of others such as training makes."""
+            drawn = {k: draw() if x.shape == shape else x * rng.uniform(0.9, 1.1) for k, x in trained.items()}
+            return h, {k: x for k, x in drawn.items() if k != link.name}, gradient()
 
-        f = lambda x, link=link: _increment(link, *x)  # noqa: E731
+        f = lambda x, link=link: increment(link, *x)  # noqa: E731
         at, along = inputs(), inputs()
         if not np.array_equal(f(at), f(at), equal_nan=True):
             raise AssertionError(
@@ -131,13 +129,12 @@ def _check_entrywise(rule: Layer, around: list[Layer]) -> None:
 
     if not optimizer.entrywise or not all(layer.optimizer.entrywise_transform for layer in around):  # type: ignore[attr-defined]
         return
-    h = prepare(optimizer, {field: jnp.full((1, 1), 0.5) for field in optimizer.hyperparameters()}, 1)
-    h = {k: x.reshape(()) for k, x in h.items()}
+    h = at_half(optimizer, 1)
     for link in optimizer.chain:
         z = {k.name: whole() for k in optimizer.chain if k is not link}
         g = whole() * rng.choice([-1.0, 1.0], (4, 4))
-        halves = [_increment(link, h, {k: parts(x)[i] for k, x in z.items()}, parts(g)[i]) for i in (0, 1)]
-        agree(optimizer, f"the increment of link `{link.name}`", _increment(link, h, z, g), halves)
+        halves = [increment(link, h, {k: parts(x)[i] for k, x in z.items()}, parts(g)[i]) for i in (0, 1)]
+        agree(optimizer, f"the increment of link `{link.name}`", increment(link, h, z, g), halves)
         agree(optimizer, f"the first value of link `{link.name}`", link.start(g), [link.start(x) for x in parts(g)])
     for layer in around:
         keys = tuple((field, field) for field in layer.optimizer.hyperparameters())

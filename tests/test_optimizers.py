@@ -267,8 +267,10 @@ def chained(*links: Link) -> type[Optimizer]:
         ((LEAK,), "the last called `params`; got \\['velocity'\\]"),
         ((STILL, LEAK), "the last called `params`"),
         ((LEAK, LEAK, STILL), "different names"),
-        ((STILL,), "plain SGD would: that step has no explicit inverse. Use momentum"),
-        ((LEAK, STILL._replace(increment=lambda h, z, g: -g)), "`params` must take \\(h, z\\), not the gradient"),
+        (
+            (LEAK, STILL._replace(increment=lambda h: -h.learning_rate)),
+            "increment of the link `params` must take \\(h, z\\)",
+        ),
         ((LEAK._replace(denominator=1000), STILL), "link `velocity`: denominator must be a power of two .* got 1000"),
         ((LEAK._replace(denominator=2**25), STILL), "from 2\\^12 to 2\\^24"),
     ],
@@ -276,6 +278,18 @@ def chained(*links: Link) -> type[Optimizer]:
 def test_chains_that_cannot_be_reversed_are_refused(links: tuple[Link, ...], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         chained(*links)
+
+
+@pytest.mark.parametrize(
+    ("links", "message"),
+    [
+        ((STILL,), "plain SGD would: that step has no explicit inverse. Use momentum"),
+        ((LEAK, STILL._replace(increment=lambda h, z, g: -g)), "`params` must take \\(h, z\\), not the gradient"),
+    ],
+)
+def test_chains_without_inverse_are_refused_where_they_are_used(links: tuple[Link, ...], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        trained(chained(*links)(0.1, 0.9))
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,24 @@ def held(values: hg.PerStep, steps: int) -> hg.PerStep:
     return hg.PerStep(jnp.concatenate([values.values, jnp.full(steps - STEPS, values.values[-1])]))
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        hg.ADOPT(0.01),
+        hg.Lion(0.002),
+        hg.NAdamW(hg.PerStep(jnp.linspace(0.001, 0.01, STEPS)), per_step(0.8, 0.9), bits=2),
+        hg.ScheduleFreeAdamW(0.02, bits=2),
+        hg.muon_with_adamw(0.02, labels=lambda p: {k: "muon" if x.ndim == 2 else "adamw" for k, x in p.items()}),
+    ],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_so_have_rules_that_prepare_many_steps_or_differ_by_leaf(rule: Any) -> None:
+    _, losses = plain(hg.to_optax(rule, STEPS))
+    trained = ours(rule)
+    assert trained.losses[-1] < 0.95 * trained.losses[0]
+    np.testing.assert_allclose(losses, trained.losses, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("rule", [hg.SGD, hg.Adam, hg.AdamW])
 def test_after_the_schedule_the_last_values_hold(rule: Any) -> None:
     rates, decays, steps = RATES, per_step(0.8, 0.9), 2 * STEPS
@@ -160,6 +178,7 @@ def test_parameters_of_16_bits_and_models_with_holes() -> None:
         (lambda: hg.SGD(RATES, per_step(0.1, 0.2, 5)), None, r"the schedules have lengths \[5, 24\]. They are of one"),
         (lambda: hg.SGD(RATES), 7, r"the schedules have lengths \[24\], and steps=7"),
         (lambda: hg.SGD(0.1), 0, "`steps` of hg.to_optax must be an integer of at least 1; got 0"),
+        (lambda: hg.ScheduleFreeAdamW(0.1), None, r"`prepare` of ScheduleFreeAdamW may make other values for each step"),
         (lambda: AdaBelief(0.1), None, r"`prepare` of AdaBelief may make other values for each step.*Pass steps=..."),
     ],
 )

@@ -1,25 +1,28 @@
 """Adam and AdamW (Kingma and Ba 2015; Loshchilov and Hutter 2019), in optax's conventions."""
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.exact import FINE_DENOMINATOR
 from hypergrad.optimizers.chain import Link, Optimizer, View
+from hypergrad.optimizers.decoupled import decay_of, decaying
 
 
-_MEAN = Link("mean", lambda h, z, g: (1 - h.b1) * g, decay="b1")
-_KEPT = "1 - learning_rate * weight_decay"  # as errors name it
-_SQUARE = Link("square", lambda h, z, g: (1 - h.b2) * (g * g), decay="b2", wide=True, bits_a_step=0.25)
+MEAN = Link("mean", lambda h, z, g: (1 - h.b1) * g, decay="b1")
+SQUARE = Link("square", lambda h, z, g: (1 - h.b2) * (g * g), decay="b2", wide=True, bits_a_step=0.25)
 
 
 def _step(h: View, z: View) -> Array:
     # No product enters the sum: its bits are the same whatever it is compiled with, so it needs no program of its own.
-    root = _larger(_root(z.square * h.unbias_square), (h.least * h.unbias_root) * jnp.abs(z.mean))
-    return -(h.learning_rate * h.unbias_mean) * z.mean * _inverse(root + h.eps)
+    return -(h.learning_rate * h.unbias_mean) * z.mean * _inverse(root_of(h, z) + h.eps)
+
+
+def root_of(h: View, z: View) -> Array:
+    """sqrt(s / c2), and no less than m allows."""
+    return _larger(root(z.square * h.unbias_square), (h.least * h.unbias_root) * jnp.abs(z.mean))
 
 
 class Adam(Optimizer):
@@ -44,13 +47,14 @@ class Adam(Optimizer):
     b2: Any = 0.999
     eps: Any = 1e-8
 
-    chain = (_MEAN, _SQUARE, Link("params", _step))
+    chain: ClassVar[tuple[Link, ...]] = (MEAN, SQUARE, Link("params", _step))
     weights = {"mean_weight": "b1", "square_weight": "b2"}
     entrywise = True
+    by_step = True
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
         given = {key: value for key, value in h.items() if key not in self.weights}
-        c1, c2 = (_weight(h[decay], h.get(name), steps) for name, decay in self.weights.items())
+        c1, c2 = (bias_correction(h[decay], h.get(name), steps) for name, decay in self.weights.items())
         unbias = {"unbias_mean": 1 / c1, "unbias_square": 1 / c2, "unbias_root": 1 / jnp.sqrt(c2)}
         return {**given, **unbias, "least": _least(h["b1"], h["b2"])}
 
@@ -68,17 +72,14 @@ class AdamW(Adam):
 
     weight_decay: Any = 1e-4
 
-    chain = (
-        _MEAN,
-        _SQUARE,
-        Link("params", _step, decay=_KEPT, denominator=FINE_DENOMINATOR, may_be_one=True, bits_a_step=1 / 16),
-    )
+    chain: ClassVar[tuple[Link, ...]] = (MEAN, SQUARE, decaying(_step))
+    by_step = True
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
-        return {**super().prepare(h, steps), _KEPT: 1 - h["learning_rate"] * h["weight_decay"]}
+        return {**super().prepare(h, steps), **decay_of(h)}
 
 
-def _root(x: Array) -> Array:
+def root(x: Array) -> Array:
     """sqrt(x) whose derivative at zero is zero, not infinite; there it is the least root of a number, 2^-63 in float32."""
     return jnp.sqrt(jnp.where(x > 0, x, jnp.finfo(x.dtype).tiny))
 
@@ -120,14 +121,14 @@ def _least(b1: Array, b2: Array) -> Array:
     return jax.lax.stop_gradient(jnp.sqrt(jnp.maximum(1 - kept, 0) / fresh))
 
 
-def _weight(b: Array, before: Array | None, steps: int) -> Array:
+def bias_correction(b: Array, before: Array | None, steps: int) -> Array:
     """1 - the product of b over all steps so far, and of those before this run: [steps | 1, ..] -> [steps, ..]"""
-    weight = _bias_correction(b, steps)
+    weight = _mean_weight(b, steps)
     return weight if before is None else before + (1 - before) * weight
 
 
 @functools.partial(jax.jit, static_argnames="steps")
-def _bias_correction(b: Array, steps: int) -> Array:
+def _mean_weight(b: Array, steps: int) -> Array:
     """1 - b_1 ... b_t: by what a decaying mean that starts at zero falls short. [steps | 1, ..] -> [steps, ..]
 
     By logarithms: the difference of 1 and a product near 1 would lose the first digits of the first steps.

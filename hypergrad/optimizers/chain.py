@@ -27,7 +27,7 @@ class Link(NamedTuple):
 
     increment(h, z, g): h.<hyperparameter> at this step, z.<link> other links' values, g the gradient; arrays that
     broadcast against the leaf. Of running statistics, z.statistics has the new values. The link called "params" is last and
-    takes (h, z).
+    takes (h, z); one that takes (h, z, g) has an inverse by `with_gradient_link` alone.
     """
 
     name: str
@@ -71,7 +71,8 @@ class Optimizer(eqx.Module):
     a run must know to go on where another ended, {entry of `state`: decay}: 1 - the product of that decay over all steps
     before, which `prepare` finds in h where `state` has it. `signals`: what links see that do not see the gradient, {name:
     function(loss, params, theta, batch, key) -> pytree like the parameters}, at the old parameters; loss(params, theta,
-    batch) is the user's, key the step's own.
+    batch) is the user's, key the step's own. `by_step`: `prepare` makes the values of a step of that step's alone, and of
+    `weights`.
     """
 
     chain: ClassVar[tuple[Link, ...]]
@@ -79,10 +80,12 @@ class Optimizer(eqx.Module):
     signals: ClassVar[Mapping[str, Signal]] = {}
     linear: ClassVar[bool] = False
     entrywise: ClassVar[bool] = False
+    by_step: ClassVar[bool] = False
 
     def hyperparameters(self) -> dict[str, Any]:
         """Its differentiable fields by name."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "inner"}
+        own = [field for field in dataclasses.fields(self) if field.name != "inner" and not field.metadata.get("static")]
+        return {field.name: getattr(self, field.name) for field in own}
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
         """Hyperparameters of one leaf -> what its increments read as `h`; runs once, under ordinary autodiff.
@@ -113,18 +116,10 @@ def _check_chain(name: str, chain: tuple[Link, ...], signals: set[str]) -> None:
         raise TypeError(f"{name}.chain: `{STATISTICS}` is what hg.train calls its running statistics. Rename the link.")
     if not names or names[-1] != PARAMS or len(set(names)) != len(names):
         raise TypeError(f"{name}.chain must be links with different names, the last called `params`; got {names}.")
-    if len(names) == 1:
-        raise TypeError(
-            f"{name}.chain has only the link `params`. Its increment may not read the gradient at the parameters that it "
-            "leaves, as plain SGD would: that step has no explicit inverse. Use momentum (hg.SGD)."
-        )
     try:
-        inspect.signature(chain[-1].increment).bind(None, None)  # type: ignore[arg-type]
+        inspect.signature(chain[-1].increment).bind(*[None] * (3 if reads_gradient(chain) else 2))  # type: ignore[arg-type]
     except TypeError as e:
-        raise TypeError(
-            f"{name}: the increment of the link `params` must take (h, z), not the gradient. The gradient at the "
-            "parameters that a step leaves (plain SGD, Nesterov, Lion, ...) is unknown when undoing it: no explicit inverse."
-        ) from e
+        raise TypeError(f"{name}: the increment of the link `params` must take (h, z).") from e
     for link in chain:
         d = link.denominator
         if link.signal not in signals:
@@ -138,3 +133,32 @@ def _check_chain(name: str, chain: tuple[Link, ...], signals: set[str]) -> None:
             raise TypeError(f"{name}, link `{link.name}`: denominator must be a power of two from 2^12 to 2^24; got {d}.")
         if link.wide and link.decay and d > WIDE_DENOMINATOR:
             raise TypeError(f"{name}, link `{link.name}`: a wide link has a denominator of at most 2^16; got {d}.")
+
+
+def reads_gradient(chain: tuple[Link, ...]) -> bool:
+    """Whether the parameters' own increment takes the gradient, as (h, z, g)."""
+    increment = chain[-1].increment
+    if increment is None:
+        return False
+    try:
+        inspect.signature(increment).bind(None, None, None)
+    except TypeError:
+        return False
+    return True
+
+
+def check_invertible(optimizer: Optimizer) -> None:
+    """Refuse a rule whose parameters move by the gradient at the parameters that they leave."""
+    name, chain = type(optimizer).__name__, optimizer.chain
+    if reads_gradient(chain):
+        raise TypeError(
+            f"{name}: the increment of the link `params` must take (h, z), not the gradient. The gradient at the parameters "
+            "that a step leaves (plain SGD, Nesterov, Lion, ...) is unknown when undoing it: no explicit inverse. "
+            f"hg.with_gradient_link({name}(...)) passes it through one more link, at 4 bits a parameter and step."
+        )
+    if len(chain) == 1:
+        raise TypeError(
+            f"{name}.chain has only the link `params`, and nothing that it could move by: its increment may not read the "
+            "gradient at the parameters that it leaves, as plain SGD would: that step has no explicit inverse. Use momentum "
+            "(hg.SGD), or hg.with_gradient_link."
+        )

@@ -10,7 +10,7 @@ import jax
 from jax import Array
 
 from hypergrad.optimizers.block import Block, Floats, block, groups, known_words, shared_value
-from hypergrad.optimizers.chain import STATISTICS, Optimizer
+from hypergrad.optimizers.chain import STATISTICS, Optimizer, check_invertible
 from hypergrad.optimizers.expand import (
     Field,
     Hypers,
@@ -47,6 +47,9 @@ def lay_out(
     lost digits go to arbitrary-precision integers."""
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
     layers = layers_of(optimizer, params)
+    for layer in layers:
+        if layer.is_rule:
+            check_invertible(layer.optimizer)
     stacks = stacks_of(layers, len(leaves))
     fields = {layer.path: fields_of(layer, params, weights_of(layer, state)) for layer in layers}
     of_leaf = [[fields[layer.path] for layer in stack.layers] for stack in stacks]

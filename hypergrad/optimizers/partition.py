@@ -11,6 +11,7 @@ import jax
 
 from hypergrad.hypers import describe
 from hypergrad.optimizers.chain import Link, Optimizer, Signal
+from hypergrad.optimizers.gradient_link import WithGradientLink
 from hypergrad.optimizers.transform import Transformed
 
 
@@ -120,7 +121,7 @@ def _layers(path: str, optimizer: Any, params: Any, leaves: frozenset[int], labe
         covered = frozenset(i for i, seen in enumerate(optimizer.covers(params)) if seen)
         layer = Layer(path, optimizer, leaves & covered, labels)
         return [layer, *_layers(f"{path}.inner", optimizer.inner, params, leaves, labels)]
-    return [Layer(path, optimizer, leaves, labels)]
+    return [Layer(f"{path}.rule" if isinstance(optimizer, WithGradientLink) else path, optimizer, leaves, labels)]
 
 
 class Stack(NamedTuple):

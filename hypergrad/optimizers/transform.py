@@ -140,9 +140,6 @@ class Freeze(Transformed):
                 f"{jax.tree.structure(params)}."
             ) from e
 
-    def hyperparameters(self) -> dict[str, Any]:
-        return {}
-
     @staticmethod
     def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]:
         del h, w

@@ -53,7 +53,7 @@ def weights_after(layers: tuple[Layer, ...], state: dict[str, Any] | None, steps
 def _after(layer: Layer, decay: str, before: Any, steps: int) -> Any:
     is_leaf = lambda x: isinstance(x, PerStep) or x is None  # noqa: E731
     link = next(link for link in layer.optimizer.chain if link.decay == decay)
-    rho = per_step_leaves(getattr(layer.optimizer, decay))
+    rho = per_step_leaves(layer.optimizer.hyperparameters()[decay])
     try:
         before = jax.tree.broadcast(before, jax.tree.map(lambda _: 0, rho, is_leaf=is_leaf))
     except ValueError:

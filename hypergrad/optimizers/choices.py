@@ -1,0 +1,28 @@
+"""What a rule may be given, where only some values make sense."""
+
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+
+from hypergrad.optimizers.chain import Optimizer
+
+
+def check_choice(rule: Optimizer, field: str, choices: Iterable[str]) -> None:
+    if (given := getattr(rule, field)) not in choices:
+        names = ", ".join(map(repr, choices))
+        raise ValueError(f"hg.{type(rule).__name__}: `{field}` must be one of {names}; got {given!r}.")
+
+
+def check_int(rule: Optimizer, field: str, least: int) -> None:
+    given = getattr(rule, field)
+    if isinstance(given, bool) or not isinstance(given, int) or given < least:
+        raise ValueError(f"hg.{type(rule).__name__}: `{field}` must be an int of at least {least}; got {given!r}.")
+
+
+def check_positive(rule: Optimizer, field: str) -> None:
+    """Where its values are known."""
+    for x in jax.tree.leaves(getattr(rule, field)):
+        known = not isinstance(x, jax.core.Tracer) and np.issubdtype(np.asarray(x).dtype, np.number)
+        if known and not np.all(np.asarray(x) > 0):
+            raise ValueError(f"hg.{type(rule).__name__}: `{field}` must be positive; got {x!r}.")

@@ -1,0 +1,82 @@
+"""Each rule against optax's, with the decays as they are rounded here."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from classifier import batches, by_optax, loss, on_grid, params
+
+import hypergrad as hg
+
+
+B1, B2 = on_grid(0.9), on_grid(0.999)
+KEPT = 2.0**-9  # a decay of the weights that is a multiple of 2^-24
+RULES = {
+    "Nesterov": (hg.Nesterov(0.05, bits=16), optax.sgd(0.05, B1, nesterov=True)),
+    "NAdamW": (
+        hg.NAdamW(0.004, weight_decay=KEPT / 0.004, bits=16),
+        optax.nadamw(0.004, B1, B2, weight_decay=KEPT / 0.004),
+    ),
+    "Lion": (
+        hg.Lion(0.002, 0.9, 0.99, KEPT / 0.002),
+        optax.lion(0.002, 0.9, on_grid(0.99), weight_decay=KEPT / 0.002),
+    ),
+    "ScheduleFreeAdamW": (
+        hg.ScheduleFreeAdamW(0.01, weight_decay=0.1, bits=16),
+        optax.contrib.schedule_free_adamw(0.01, b1=0.9, b2=B2, weight_decay=0.1),
+    ),
+    "AdEMAMix": (
+        hg.AdEMAMix(0.004, weight_decay=KEPT / 0.004),
+        optax.contrib.ademamix(0.004, B1, B2, on_grid(0.9999, 2**24), weight_decay=KEPT / 0.004),
+    ),
+    "ADOPT": (hg.ADOPT(0.004), optax.contrib.adopt(0.004, B1, on_grid(0.9999))),
+    "Muon": (
+        hg.muon_with_adamw(0.002, weight_decay=KEPT / 0.002),
+        optax.contrib.muon(
+            0.002,
+            beta=on_grid(0.95),
+            weight_decay=KEPT / 0.002,
+            nesterov=False,
+            adam_b1=B1,
+            adam_b2=B2,
+            adam_weight_decay=KEPT / 0.002,
+        ),
+    ),
+}
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_is_that_of_optax(name: str) -> None:
+    ours, theirs = RULES[name]
+    run = hg.train(loss, params(), ours, batches(), steps=150)
+    _, losses = by_optax(theirs, 150)
+    np.testing.assert_allclose(run.losses, losses, rtol=3e-5)
+    assert losses[-1] < 0.95 * losses[0], "too little happens to tell rules apart"
+
+
+def test_schedule_free_is_evaluated_at_the_average() -> None:
+    rule = hg.ScheduleFreeAdamW(0.01, bits=16)
+    run = hg.train(loss, params(), rule, batches(), steps=40)
+    theirs = optax.contrib.schedule_free_adamw(0.01, b1=0.9, b2=B2)
+    p, _ = by_optax(theirs, 40)
+    state: Any = optax.contrib.schedule_free_adamw(0.01, b1=0.9, b2=B2).init(params())._replace(z=run.state["base"])
+    expected = optax.contrib.schedule_free_eval_params(state, p)
+    found = rule.averaged(run.params, run.state)
+    for key, x in found.items():
+        np.testing.assert_allclose(x, expected[key], rtol=1e-3, atol=2e-5)
+        assert x.dtype == jnp.float32
+
+
+def test_adopt_goes_on_without_a_first_step() -> None:
+    """Cut in two, the run is the run, but for how far gradients may go."""
+    whole = hg.train(loss, params(), hg.ADOPT(0.01), batches(), steps=20)
+    half = hg.train(loss, params(), hg.ADOPT(0.01), batches(), steps=10)
+    rest = hg.train(loss, half.params, hg.ADOPT(0.01), batches(), steps=10, state=half.state)
+    still = hg.train(loss, params(), hg.ADOPT(0.01), batches(), steps=1)
+    np.testing.assert_array_equal(still.params["w1"], params()["w1"])
+    assert not np.array_equal(rest.params["w1"], half.params["w1"])
+    np.testing.assert_allclose(rest.losses[:1], whole.losses[10:11], rtol=1e-6)
