@@ -45,6 +45,7 @@ from hypergrad.hypers import scatter as scatter
 from hypergrad.hypers import unit_interval as unit_interval
 from hypergrad.optimizers import ADOPT as ADOPT
 from hypergrad.optimizers import SGD as SGD
+from hypergrad.optimizers import SOAP as SOAP
 from hypergrad.optimizers import Adagrad as Adagrad
 from hypergrad.optimizers import Adam as Adam
 from hypergrad.optimizers import AdamW as AdamW

@@ -63,3 +63,22 @@ def inverse_root(a: Array, p: int, steps: int = 25) -> Array:
 
     (x, _), _ = jax.lax.scan(once, (z ** (1 / p) * identity, z * a), None, length=steps)
     return x
+
+
+@jax.custom_jvp
+def eigenvectors(a: Array) -> Array:
+    """The columns of Q in symmetric A = Q diag(w) Q^T, w ascending. [n, n] -> [n, n]
+
+    dQ = Q (F * (Q^T dA Q)) with F_ij = 1 / (w_j - w_i), taken as zero between eigenvalues that are closer than 10^-6 of the
+    largest, where eigenvectors are not determined.
+    """
+    return jnp.linalg.eigh(a, symmetrize_input=False)[1]
+
+
+@eigenvectors.defjvp
+def _eigenvectors_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    w, q = jnp.linalg.eigh(primals[0], symmetrize_input=False)
+    gaps = w[None, :] - w[:, None]
+    apart = jnp.abs(gaps) > 1e-6 * jnp.max(jnp.abs(w))
+    slopes = jnp.where(apart, 1 / jnp.where(apart, gaps, 1), 0)
+    return q, q @ (slopes * (q.T @ ((tangents[0] + tangents[0].T) / 2) @ q))

@@ -13,13 +13,12 @@ from hypergrad.optimizers.adam import bias_correction
 from hypergrad.optimizers.chain import Link, Optimizer, View
 from hypergrad.optimizers.choices import check_choice, check_int, check_positive
 from hypergrad.optimizers.decoupled import decay_of, decaying
+from hypergrad.optimizers.held import held_link, schedule
 from hypergrad.optimizers.roots import inverse_power, inverse_root
 from hypergrad.optimizers.tiles import Tiles, tiles
 
 
 GRAFTS = ("none", "sgd", "adagrad", "rmsprop", "adam")
-_HELD = "of the roots: 1 where they are held"
-_FORGET = 2.0**-16  # what a link keeps where it is set anew
 
 
 class Shampoo(Optimizer):
@@ -95,11 +94,7 @@ class Shampoo(Optimizer):
         new = {key: value for key, value in h.items() if key not in self.weights} | decay_of(h)
         if self.b2 is not None:
             new["unbias"] = 1 / bias_correction(h["b2"], h.get("factors_weight"), steps)
-        if self.every > 1:
-            t = jnp.arange(steps).reshape(steps, *[1] * (h["momentum"].ndim - 1))
-            new["anew"] = (t % self.every == 0).astype(h["momentum"].dtype)
-            new[_HELD] = jnp.where(t % self.every == 0, _FORGET, 1).astype(h["momentum"].dtype)
-        return new
+        return new | schedule(h, self.every, steps) if self.every > 1 else new
 
 
 class _Form(NamedTuple):
@@ -143,11 +138,6 @@ class _Form(NamedTuple):
 
         return own.powers(factors, power, of_numbers)
 
-    def anew(self, h: View, z: View, g: Array) -> Array:
-        """The roots, where they are due."""
-        due = lambda factors: (1 - _FORGET) * self.roots_of(h, factors, self.tiles(g))  # noqa: E731
-        return jax.lax.cond(h.anew > 0, due, jnp.zeros_like, z.factors)
-
     def velocity(self, h: View, z: View, g: Array) -> Array:
         roots = z.roots if self.every > 1 else self.roots_of(h, z.factors, self.tiles(g))
         step = self.tiles(g).times(jax.lax.stop_gradient(roots) if self.constant else roots, g)
@@ -168,8 +158,8 @@ def _chain(form: _Form) -> tuple[Link, ...]:
     links = [Link("factors", form.factors, decay=decay, start=form.start, wide=True)]
     if form.every > 1:
         identity = lambda leaf: form.tiles(leaf).identity(leaf.dtype)  # noqa: E731
-        room = 16 / form.every
-        links.append(Link("roots", form.anew, decay=_HELD, may_be_one=True, start=identity, wide=True, bits_a_step=room))
+        roots = lambda h, z, g: form.roots_of(h, z.factors, form.tiles(g))  # noqa: E731
+        links.append(held_link("roots", roots, form.every, identity, wide=True))
     if form.graft in ("adagrad", "rmsprop", "adam"):
         decay = None if form.graft == "adagrad" else "b2"
         links.append(Link("square", form.square, decay=decay, wide=True))

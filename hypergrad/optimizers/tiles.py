@@ -54,7 +54,7 @@ class Tiles(NamedTuple):
     def pack(self, factors: list[list[Array]]) -> Array:
         """[tiles, n, n] or [tiles, n] of each group and axis -> the vector."""
         parts = [
-            (_upper(x) if full else x).reshape(-1)
+            (upper(x) if full else x).reshape(-1)
             for group, of_group in zip(self.groups, factors, strict=True)
             for x, full in zip(of_group, group.full, strict=True)
         ]
@@ -67,7 +67,7 @@ class Tiles(NamedTuple):
             of_group = []
             for n, full, length in zip(group.shape, group.full, group.lengths(), strict=True):
                 x = vector[begin : begin + len(group.starts) * length].reshape(-1, length)
-                of_group.append(_symmetric(x, n) if full else x)
+                of_group.append(from_upper(x, n) if full else x)
                 begin += x.size
             factors.append(of_group)
         return factors
@@ -150,13 +150,13 @@ def _multiplied(x: Array, axis: int, factor: Array, full: bool) -> Array:
     return jnp.moveaxis(rows.reshape(moved.shape), 1, axis + 1)
 
 
-def _upper(x: Array) -> Array:
+def upper(x: Array) -> Array:
     """[tiles, n, n] -> [tiles, n (n + 1) / 2]"""
     i, j = np.triu_indices(x.shape[-1])
     return x[:, i, j]
 
 
-def _symmetric(x: Array, n: int) -> Array:
+def from_upper(x: Array, n: int) -> Array:
     """The inverse of `_upper`, of symmetric matrices."""
     i, j = np.triu_indices(n)
     place = np.zeros((n, n), np.int32)
