@@ -135,7 +135,7 @@ def _compare(run: Run, there: _Trace, back: _Trace) -> None:
         for j, own in enumerate(there.values):
             for name, value in own.items():
                 pairs = zip(jax.tree.leaves(value), jax.tree.leaves(back.values[j][name]), strict=True)
-                if off := max(int(np.abs(x[t].astype(np.int64) - y[t]).max()) for x, y in pairs):
+                if off := max(int(np.abs(x[t].astype(np.int64) - y[t]).max(initial=0)) for x, y in pairs):
                     raise AssertionError(
                         f"unstep did not undo step {t}: link `{name}`, block {j}, is off by up to {off} quanta. Its "
                         "increment is not the same function of the same values in both directions: does it read anything "

@@ -185,6 +185,18 @@ def test_a_step_that_is_not_undone_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
         hg.testing.check_inverse(hg.SGD(0.1), steps=8)
 
 
+def test_a_rule_whose_volume_depends_on_the_parameters_is_refused_with_the_cure() -> None:
+    class Ahead(hg.HeavyBall):
+        chain = (
+            hg.HeavyBall.chain[0],
+            Link("params", lambda h, z, g: h.learning_rate * (h.momentum * z.velocity - g)),
+        )
+
+    message = r"Ahead has no explicit inverse: a step multiplies volumes by exp\(.*\) at some.*hg.with_gradient_link\(Ahead"
+    with pytest.raises(AssertionError, match=message):
+        hg.testing.check_optimizer(Ahead(0.1))
+
+
 @pytest.mark.parametrize("name", ["NAdam", "Adadelta"])
 def test_rules_without_inverse_are_refused_by_name(name: str) -> None:
     with pytest.raises(AttributeError, match=f"hg.{name} does not exist: the rule has no exact inverse.* Take hg."):

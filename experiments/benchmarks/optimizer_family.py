@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from jax import Array
 
 import hypergrad as hg
@@ -28,8 +30,17 @@ from experiments.benchmarks.workloads import mlp_task
 class Member(NamedTuple):
     """An optimizer at a typical learning rate, and the same rule in optax given its decays."""
 
-    ours: hg.Adam
-    theirs: Callable[[Callable[[float], float]], optax.GradientTransformation]  # how decays are rounded -> rule
+    ours: Any
+    theirs: Callable[[Callable[[float], float]], optax.GradientTransformation] | None  # how decays are rounded -> rule
+
+
+def matrices_by(rule: Any) -> Any:
+    labels = lambda w: jax.tree.map(lambda x: "matrix" if x.ndim == 2 else "rest", w)  # noqa: E731
+    return hg.partition({"matrix": rule, "rest": hg.AdamW(1e-3)}, labels)
+
+
+def fine(decay: float) -> float:
+    return round(decay * 2**24) / 2**24
 
 
 FAMILY = {
@@ -45,6 +56,19 @@ FAMILY = {
         hg.Adagrad(1e-3),
         lambda r: optax.chain(optax.scale_by_rss(0.0, 1e-8), optax.scale_by_learning_rate(1e-3), optax.trace(r(0.9))),
     ),
+    "AdEMAMix": Member(hg.AdEMAMix(1e-3), lambda r: optax.contrib.ademamix(1e-3, r(0.9), r(0.999), fine(0.9999))),
+    "ADOPT": Member(hg.ADOPT(1e-3), lambda r: optax.contrib.adopt(1e-3, r(0.9), r(0.9999))),
+    "Lion": Member(hg.Lion(1e-4, weight_decay=0.0), lambda r: optax.lion(1e-4, 0.9, r(0.99), weight_decay=0.0)),
+    "Nesterov": Member(hg.Nesterov(0.05), lambda r: optax.sgd(0.05, r(0.9), nesterov=True)),
+    "NAdamW": Member(hg.NAdamW(1e-3, weight_decay=0.0), lambda r: optax.nadam(1e-3, r(0.9), r(0.999))),
+    "ScheduleFreeAdamW": Member(
+        hg.ScheduleFreeAdamW(1e-3), lambda r: optax.contrib.schedule_free_adamw(1e-3, b1=0.9, b2=r(0.999))
+    ),
+    "Muon": Member(hg.muon_with_adamw(0.002), None),
+    "Muon, Nesterov": Member(hg.muon_with_adamw(0.002, nesterov=True), None),
+    "NorMuon": Member(matrices_by(hg.NorMuon(0.002)), None),
+    "Shampoo, k = 10": Member(matrices_by(hg.Shampoo(0.01, every=10, graft="adam")), None),
+    "SOAP, k = 10": Member(matrices_by(hg.SOAP(1e-3)), None),
 }
 
 
@@ -56,6 +80,16 @@ DYADIC = {
     "AdamW": hg.AdamW(2.0**-7, 0.875, 1 - 2.0**-5, 2.0**-7, 2.0**-3),
     "RMSProp": hg.RMSProp(2.0**-7, 0.875, 0.875, 2.0**-7),
     "Adagrad": hg.Adagrad(2.0**-7, 0.875, 2.0**-7),
+    "AdEMAMix": hg.AdEMAMix(2.0**-7, 0.875, 1 - 2.0**-5, 2.0**-7, 2.0**-3, 1 - 2.0**-7, 2.0),
+    "ADOPT": hg.ADOPT(2.0**-7, 0.875, 1 - 2.0**-5, 2.0**-7, 2.0**-3),
+    "Lion": hg.Lion(2.0**-7, 0.875, 1 - 2.0**-5, 2.0**-3, temperature=0.25),
+    "Nesterov": hg.Nesterov(2.0**-5, 0.875),
+    "NAdamW": hg.NAdamW(2.0**-7, 0.875, 1 - 2.0**-5, 2.0**-7, 2.0**-3),
+    "ScheduleFreeAdamW": hg.ScheduleFreeAdamW(2.0**-7, 0.875, 1 - 2.0**-5, 2.0**-7, 2.0**-3),
+    "Muon": hg.Muon(2.0**-7, 0.875, 2.0**-3),
+    "Muon, Nesterov": hg.Muon(2.0**-7, 0.875, 2.0**-3, nesterov=True),
+    "NorMuon": hg.NorMuon(2.0**-7, 0.875, 2.0**-3, b2=0.875),
+    "Shampoo, k = 10": hg.Shampoo(2.0**-5, 0.875, 1 - 2.0**-5, 2.0**-3, 0.25, 2.0**-7, 2.0**-10, every=10),
 }
 
 
@@ -87,8 +121,7 @@ def hypergradient_errors(name: str, steps: int = 40) -> tuple[float, float]:
         )
         f = jax.jit(objective)
         errors = []
-        for field, gradient in zip(vars(optimizer), reversed_, strict=True):
-            value = getattr(optimizer, field)
+        for (field, value), gradient in zip(optimizer.hyperparameters().items(), reversed_, strict=True):
             step = min(float(value), float(1 - value)) / 8
             difference = _difference(lambda v, field=field: f(_with(optimizer, field, v)), value, step)
             errors.append(abs(difference / float(gradient) - 1))
@@ -102,7 +135,7 @@ def _difference(f: Callable[[Array], Array], x: Array, step: float) -> float:
 
 
 def _with(optimizer: Any, field: str, value: Any) -> Any:
-    return type(optimizer)(**{**vars(optimizer), field: value})
+    return eqx.tree_at(lambda rule: getattr(rule, field), optimizer, value)
 
 
 def _squares(w: Any, _: Any, batch: Any) -> Array:
@@ -137,7 +170,9 @@ def curve(
         params = _models.init_mlp(jax.random.key(0), (x.shape[1], *hidden, 10), 0.05)
         params = jax.tree.map(lambda w: w.astype(dtype), params)
         batches = hg.minibatches((x, y), 100, jax.random.key(1))
-        ours, rule = jax.tree.map(lambda a: jnp.asarray(a, dtype), FAMILY[name].ours), FAMILY[name].theirs(rounding)
+        theirs = FAMILY[name].theirs
+        assert theirs is not None, f"{name} has no counterpart in optax"
+        ours, rule = jax.tree.map(lambda a: jnp.asarray(a, dtype), FAMILY[name].ours), theirs(rounding)
         visited: dict[int, Any] = {}
 
         def loss(w: Any, _: Any, batch: Any) -> Array:
@@ -198,7 +233,7 @@ def main() -> None:
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
     print(f"\n{arguments.steps} steps of 784-64-64-10 and back, bits per parameter and step")
     print(
-        f"{'':12s} {'exact':>6s} {'theory':>9s} {'stored':>9s} {'excess':>8s} {'content':>9s} {'excess':>8s} {'seconds':>8s}"
+        f"{'':18s} {'exact':>6s} {'theory':>9s} {'stored':>9s} {'excess':>8s} {'content':>9s} {'excess':>8s} {'seconds':>8s}"
     )
     for name in arguments.only:
         begin = time.perf_counter()
@@ -209,20 +244,20 @@ def main() -> None:
             f"{bits:9.5f} {bits / ideal - 1:8.2%}"
             for bits in (proof.bits_per_parameter_step, proof.content_bits_per_parameter_step)
         ]
-        print(f"{name:12s} {proof.exact!s:>6s} {ideal:9.5f} {' '.join(columns)} {seconds:8.1f}", flush=True)
-    print(f"\nhypergradients in float64, largest relative error\n{'':12s} {'Unrolled':>9s} {'differences':>12s}")
-    for name in arguments.only:
-        print("{:12s} {:9.1e} {:12.1e}".format(name, *hypergradient_errors(name)), flush=True)
+        print(f"{name:18s} {proof.exact!s:>6s} {ideal:9.5f} {' '.join(columns)} {seconds:8.1f}", flush=True)
+    print(f"\nhypergradients in float64, largest relative error\n{'':18s} {'Unrolled':>9s} {'differences':>12s}")
+    for name in (name for name in arguments.only if name in DYADIC):
+        print("{:18s} {:9.1e} {:12.1e}".format(name, *hypergradient_errors(name)), flush=True)
     print(f"\n{arguments.curve_steps} steps on {arguments.data} beside optax: largest relative difference of the losses;")
     print(f"of an update, over the weights whose gradients are {SMALL:.0e} or more; of the others, largest update / rate")
     head = ("float64", "float32", "nominal, float32", "update", "others", "others in optax", "last loss")
-    print(f"{'':12s} " + " ".join(f"{x:>16s}" for x in head))
-    for name in arguments.only:
+    print(f"{'':18s} " + " ".join(f"{x:>16s}" for x in head))
+    for name in (name for name in arguments.only if FAMILY[name].theirs is not None):
         run = functools.partial(curve, name, arguments.data, arguments.curve_steps)
         wide, narrow = run(jnp.float64, rounded), run(jnp.float32, rounded)
         nominal = run(jnp.float32, lambda decay: decay)
         numbers = (wide.loss, narrow.loss, nominal.loss, narrow.update, narrow.small, narrow.small_theirs)
-        print(f"{name:12s} " + " ".join(f"{x:16.1e}" for x in numbers) + f" {narrow.final:16.4f}", flush=True)
+        print(f"{name:18s} " + " ".join(f"{x:16.1e}" for x in numbers) + f" {narrow.final:16.4f}", flush=True)
 
 
 if __name__ == "__main__":

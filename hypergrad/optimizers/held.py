@@ -29,9 +29,9 @@ def held_link(name: str, compute: Callable[..., Array], every: int, start: Calla
     return Link(name, increment, decay=_HELD, may_be_one=True, start=start, wide=wide, bits_a_step=16 / every)
 
 
-def schedule(h: dict[str, Array], every: int, steps: int) -> dict[str, Array]:
-    """When values are due, for `prepare`: at steps 0, k, 2k, .."""
+def schedule(h: dict[str, Array], every: int, steps: int, first: int = 0) -> dict[str, Array]:
+    """When values are due, for `prepare`: at steps first, first + k, first + 2k, .."""
     like: Any = h["learning_rate"]
     t = jnp.arange(steps).reshape(steps, *[1] * (like.ndim - 1))
-    due = (t % every == 0).astype(like.dtype)
+    due = ((t >= first) & ((t - first) % every == 0)).astype(like.dtype)
     return {"due": due, _HELD: jnp.where(due > 0, jnp.asarray(_LEFT, like.dtype), 1)}

@@ -23,11 +23,13 @@ class SOAP(Optimizer):
     and 1 - b2^t (Vyas et al. 2024). For matrices; an axis longer than max_size is not rotated, and leaves of other orders
     are AdamW's. learning_rate: a; b1, b2 and factor_decay (of L and R) in [2^-16, 1 - 2^-16]; weight_decay: wd; one value a
     leaf or one per step, of the rate, the decay and eps also one for each weight. every: k, eigenvectors are computed at
-    steps 0, k, 2k, .. and held between, which costs 16/k bits an entry of P and Q and step. Its authors' form, by QR from
-    the basis before, reads that basis itself, and has no inverse.
+    steps 1, 1 + k, 1 + 2k, .. and held between, which costs 16/k bits an entry of P and Q and step. Its authors' form, by QR
+    from the basis before, reads that basis itself, and has no inverse.
 
-    Eigenvectors have no derivative where eigenvalues meet: between those closer than 10^-6 of the largest it is taken as
-    zero. State: {"factors": upper triangles; "basis": P and Q; "mean", "square": like params; the weights of both means}.
+    The first step is AdamW's: in the eigenbasis of the first gradient alone that is a diagonal, and a step is noise over
+    noise. Eigenvectors are not determined where eigenvalues meet, as where a factor has not full rank: hypergradients are
+    approximate then. Between eigenvalues closer than 10^-6 of the largest the derivative is taken as zero. State:
+    {"factors": upper triangles; "basis": P and Q; "mean", "square": like params; the weights of both means}.
     """
 
     learning_rate: Any
@@ -53,7 +55,7 @@ class SOAP(Optimizer):
         c1, c2 = (bias_correction(h[decay], h.get(name), steps) for name, decay in self.weights.items())
         given = {key: value for key, value in h.items() if key not in self.weights}
         unbias = {"unbias_mean": 1 / c1, "unbias_square": 1 / c2}
-        return {**given, **unbias, **schedule(h, self.every, steps), **decay_of(h)}
+        return {**given, **unbias, **schedule(h, self.every, steps, first=1), **decay_of(h)}
 
 
 class _Form(NamedTuple):

@@ -16,9 +16,9 @@ def float64() -> Any:
         yield
 
 
-def positive(n: int, seed: int = 0) -> jax.Array:
+def positive(n: int, seed: int = 0) -> np.ndarray:
     half = np.random.default_rng(seed).normal(size=(n, n))
-    return jnp.asarray(half @ half.T + 0.1 * np.eye(n))
+    return half @ half.T + 0.1 * np.eye(n)
 
 
 def ridged(a: jax.Array) -> jax.Array:
@@ -38,14 +38,14 @@ MATRICES = {
 @pytest.mark.parametrize("n", [1, 2, 7])
 @pytest.mark.parametrize("p", [1, 2, 4, 6])
 def test_both_are_roots(p: int, n: int) -> None:
-    a = positive(n)
+    a = jnp.asarray(positive(n))
     for x in (inverse_power(a, 1 / p), inverse_root(a, p, steps=60)):
         np.testing.assert_allclose(jnp.linalg.matrix_power(x, p) @ a, np.eye(n), atol=1e-9)
     stacked = inverse_power(jnp.stack([a, 2 * a]), 1 / p)
     np.testing.assert_allclose(stacked[1], inverse_power(2 * a, 1 / p), rtol=1e-12)
 
 
-def differences(f: Any, a: jax.Array, along: jax.Array) -> np.ndarray:
+def differences(f: Any, a: Any, along: Any) -> np.ndarray:
     """Central, extrapolated once."""
     half, whole = ((f(a + e * along) - f(a - e * along)) / (2 * e) for e in (1e-6, 2e-6))
     return np.asarray((4 * half - whole) / 3)
@@ -55,7 +55,7 @@ def differences(f: Any, a: jax.Array, along: jax.Array) -> np.ndarray:
 @pytest.mark.parametrize("e", [1 / 4, 1 / 2, 0.3, 1.0])
 def test_the_derivative_is_that_of_differences_also_at_ties_and_zeros(name: str, e: float) -> None:
     a = jnp.asarray(MATRICES[name])
-    along = positive(4, seed=1)
+    along = jnp.asarray(positive(4, seed=1))
     f = lambda a: inverse_power(ridged(a), e)  # noqa: E731
     ahead = jax.jvp(f, (a,), (along,))[1]
     np.testing.assert_allclose(ahead, differences(f, a, along), atol=1e-6 * np.abs(ahead).max())
@@ -64,7 +64,7 @@ def test_the_derivative_is_that_of_differences_also_at_ties_and_zeros(name: str,
 @pytest.mark.parametrize("name", MATRICES)
 def test_both_modes_agree_and_are_finite(name: str) -> None:
     a, e = ridged(jnp.asarray(MATRICES[name])), jnp.asarray(0.25)
-    seed, along = positive(4, seed=2), (positive(4, seed=3), jnp.asarray(0.7))
+    seed, along = jnp.asarray(positive(4, seed=2)), (jnp.asarray(positive(4, seed=3)), jnp.asarray(0.7))
     _, vjp = jax.vjp(inverse_power, a, e)
     back = vjp(seed)
     ahead = jax.jvp(inverse_power, (a, e), along)[1]
@@ -73,14 +73,14 @@ def test_both_modes_agree_and_are_finite(name: str) -> None:
 
 
 def test_the_derivative_in_the_exponent_is_that_of_differences() -> None:
-    a = positive(5)
+    a = jnp.asarray(positive(5))
     slope = jax.jvp(lambda e: inverse_power(a, e), (jnp.asarray(0.3),), (jnp.asarray(1.0),))[1]
     numeric = differences(lambda e: inverse_power(a, e), jnp.asarray(0.3), jnp.asarray(1.0))
     np.testing.assert_allclose(slope, numeric, rtol=1e-7, atol=1e-9)
 
 
 def test_the_iteration_has_the_derivative_of_the_root() -> None:
-    a, along = positive(5), positive(5, seed=1)
+    a, along = jnp.asarray(positive(5)), jnp.asarray(positive(5, seed=1))
     by_steps = jax.jvp(lambda a: inverse_root(a, 4, steps=60), (a,), (along,))[1]
     by_eigenvalues = jax.jvp(lambda a: inverse_power(a, 0.25), (a,), (along,))[1]
     np.testing.assert_allclose(by_steps, by_eigenvalues, rtol=1e-8, atol=1e-8)

@@ -124,9 +124,8 @@ def test_small_axes_of_a_tensor_become_one_and_long_ones_have_a_diagonal() -> No
     assert group.full == (False,)
 
 
-@pytest.mark.parametrize("rule", [hg.Shampoo(0.05, every=3, graft="adam", block_size=2, weight_decay=0.1),
-                                  hg.Shampoo(0.05, b2=None, exponent=0.3)], ids=["held", "sums"])  # fmt: skip
-def test_it_keeps_the_contract(rule: hg.Shampoo) -> None:
+def test_it_keeps_the_contract() -> None:
+    rule = hg.Shampoo(0.05, every=3, graft="adam", block_size=2, weight_decay=0.1)
     hg.testing.check_optimizer(rule, {"w": jnp.ones((3, 4))})
 
 
@@ -148,9 +147,7 @@ def test_hypergradients_are_those_of_the_unrolled_run(every: int) -> None:
     """Through the roots: also in the exponent, the averages and the ridge."""
     with jax.enable_x64(True):
         weights = {k: x for k, x in params(jnp.float64).items() if k.startswith("w")}
-        rule = jax.tree.map(
-            jnp.asarray, hg.Shampoo(0.05, 0.9, 0.95, exponent=0.3, ridge=1e-3, weight_decay=0.01, every=every)
-        )
+        rule = jax.tree.map(jnp.asarray, hg.Shampoo(0.05, 0.9, 0.95, 0.01, 0.3, ridge=1e-2, eps=1e-2, every=every))
 
         def end(rule: hg.Shampoo, adjoint: Any) -> jax.Array:
             return hg.train(loss, weights, rule, batches(jnp.float64), steps=40, adjoint=adjoint).losses[-1]
@@ -160,7 +157,9 @@ def test_hypergradients_are_those_of_the_unrolled_run(every: int) -> None:
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-8)
             assert x != 0
-        hg.testing.check_hypergradient(lambda rule: end(rule, hg.Reversible()), rule, gradient=found)
+        hg.testing.check_hypergradient(
+            lambda rule: end(rule, hg.Reversible()), rule, gradient=found, tolerance=1e-6, step=2.0**-14
+        )
 
 
 def test_a_constant_preconditioner_trains_alike_and_has_another_derivative() -> None:
