@@ -144,10 +144,12 @@ def test_held_roots_cost_sixteen_bits_each_time() -> None:
 @pytest.mark.of_bits
 @pytest.mark.parametrize("every", [1, 5])
 def test_hypergradients_are_those_of_the_unrolled_run(every: int) -> None:
-    """Through the roots: also in the exponent, the averages and the ridge."""
+    """Through the roots: also in the exponent, the averages and the ridge. All values are on the grids of decays."""
     with jax.enable_x64(True):
         weights = {k: x for k, x in params(jnp.float64).items() if k.startswith("w")}
-        rule = jax.tree.map(jnp.asarray, hg.Shampoo(0.05, 0.9, 0.95, 0.01, 0.3, ridge=1e-2, eps=1e-2, every=every))
+        rule = jax.tree.map(
+            jnp.asarray, hg.Shampoo(2.0**-5, 0.875, 1 - 2.0**-5, 2.0**-3, 0.3, 2.0**-7, 2.0**-7, every=every)
+        )
 
         def end(rule: hg.Shampoo, adjoint: Any) -> jax.Array:
             return hg.train(loss, weights, rule, batches(jnp.float64), steps=40, adjoint=adjoint).losses[-1]

@@ -65,7 +65,7 @@ def test_hypergradients_are_those_of_the_unrolled_run_and_of_differences() -> No
         rng = np.random.default_rng(0)
         weights = {"w1": jnp.asarray(rng.normal(size=(4, 4))), "w2": jnp.asarray(rng.normal(size=(4, 4)))}
         data = hg.full_batch((jnp.asarray(rng.normal(size=(30, 4))), jnp.asarray(rng.normal(size=(30, 4)))))
-        rule = jax.tree.map(jnp.asarray, hg.SOAP(0.01, 0.9, 0.95, 1e-3, weight_decay=0.01, every=2))
+        rule = jax.tree.map(jnp.asarray, hg.SOAP(2.0**-7, 0.875, 1 - 2.0**-5, 2.0**-7, 2.0**-3, 1 - 2.0**-5, every=2))
 
         def error(w: Any, _: Any, batch: Any) -> jax.Array:
             return jnp.mean((jnp.tanh(batch[0] @ w["w1"]) @ w["w2"] - batch[1]) ** 2)
