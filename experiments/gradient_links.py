@@ -27,7 +27,6 @@ from jax import Array
 import hypergrad as hg
 from experiments import _data, _gradient_links_plots, _models, _plots, _record
 from experiments._record import Row
-from hypergrad.optimizers.muon import matrices
 
 
 NETWORKS = {"no hidden layer": (), "two of 32": (32, 32), "four of 64": (64, 64, 64, 64)}
@@ -81,7 +80,8 @@ class Muon(Rule):
 
     def theirs(self) -> optax.GradientTransformation:
         muon = optax.contrib.muon(self.rate, nesterov=True)
-        return optax.multi_transform({"muon": muon, "adamw": optax.adamw(0.003, weight_decay=0.0)}, matrices)
+        labels = lambda params: jax.tree.map(lambda x: "muon" if x.ndim == 2 else "adamw", params)  # noqa: E731
+        return optax.multi_transform({"muon": muon, "adamw": optax.adamw(0.003, weight_decay=0.0)}, labels)
 
 
 RULES = {"Nesterov": Nesterov(0.05), "NAdamW": NAdamW(0.003), "Muon, Nesterov": Muon(0.005)}

@@ -44,6 +44,8 @@ from hypergrad.hypers import positive as positive
 from hypergrad.hypers import scatter as scatter
 from hypergrad.hypers import unit_interval as unit_interval
 from hypergrad.optimizers import ADOPT as ADOPT
+from hypergrad.optimizers import LAMB as LAMB
+from hypergrad.optimizers import LARS as LARS
 from hypergrad.optimizers import SGD as SGD
 from hypergrad.optimizers import SOAP as SOAP
 from hypergrad.optimizers import Adagrad as Adagrad

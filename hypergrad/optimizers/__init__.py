@@ -32,3 +32,5 @@ from hypergrad.optimizers.transform import add_decayed_weights as add_decayed_we
 from hypergrad.optimizers.transform import clip as clip
 from hypergrad.optimizers.transform import clip_by_global_norm as clip_by_global_norm
 from hypergrad.optimizers.transform import freeze as freeze
+from hypergrad.optimizers.trust import LAMB as LAMB
+from hypergrad.optimizers.trust import LARS as LARS

@@ -63,9 +63,11 @@ def test_a_name_of_the_library_is_its_rule_with_a_link() -> None:
         (hg.Lion(0.01, temperature=0.5), None),
         (hg.ScheduleFreeAdamW(hg.PerStep(jnp.linspace(0.005, 0.01, 8)), weight_decay=0.1), None),
         (hg.ADOPT(0.01, weight_decay=0.1), None),
+        (hg.LARS(0.1, weight_decay=0.1, trust=0.1), None),
+        (hg.LAMB(0.01, weight_decay=0.1), None),
         (hg.muon_with_adamw(0.02, weight_decay=0.1, nesterov=True), {"b": jnp.ones(3), "w": jnp.ones((2, 3))}),
     ],
-    ids=["nesterov", "lion", "schedule-free", "adopt", "muon"],
+    ids=["nesterov", "lion", "schedule-free", "adopt", "lars", "lamb", "muon"],
 )
 def test_a_rule_keeps_the_contract(rule: Optimizer, shapes: Any) -> None:
     hg.testing.check_optimizer(rule, shapes)

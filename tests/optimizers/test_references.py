@@ -32,6 +32,8 @@ RULES = {
         hg.AdEMAMix(0.004, weight_decay=KEPT / 0.004),
         optax.contrib.ademamix(0.004, B1, B2, on_grid(0.9999, 2**24), weight_decay=KEPT / 0.004),
     ),
+    "LARS": (hg.LARS(0.1, 0.9, 1e-3, 0.01), optax.lars(0.1, 1e-3, trust_coefficient=0.01, momentum=B1)),
+    "LAMB": (hg.LAMB(0.01, weight_decay=1e-3, bits=16), optax.lamb(0.01, B1, B2, weight_decay=1e-3)),
     "ADOPT": (hg.ADOPT(0.004), optax.contrib.adopt(0.004, B1, on_grid(0.9999))),
     "Muon": (
         hg.muon_with_adamw(0.002, weight_decay=KEPT / 0.002),
