@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.hypers import describe
-from hypergrad.optimizers.chain import GRADIENT, Link, Optimizer, Signal, reads_gradient
+from hypergrad.optimizers.chain import GRADIENT, Link, Optimizer, Signal, View, reads_gradient
 
 
 BITS = 4
@@ -118,7 +118,12 @@ def linked(chain: tuple[Link, ...], bits: int) -> tuple[Link, ...]:
     *others, params = chain
     increment = params.increment
     assert increment is not None, "of a rule, which is not frozen"
-    return (gradient_link(bits), *others, params._replace(increment=lambda h, z: increment(h, z, z.gradient)))
+
+    def linked_increment(h: View, z: View) -> Array:
+        return increment(h, z, z.gradient)
+
+    linked_increment.__module__ = increment.__module__  # one of a user's may compute something else at the next call
+    return (gradient_link(bits), *others, params._replace(increment=linked_increment))
 
 
 def forgotten(h: dict[str, Array], bits: int) -> dict[str, Array]:

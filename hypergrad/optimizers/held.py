@@ -26,6 +26,7 @@ def held_link(name: str, compute: Callable[..., Array], every: int, start: Calla
         due = lambda: (1 - _LEFT) * compute(h, z, g)  # noqa: E731
         return jax.lax.cond(h.due > 0, due, lambda: jnp.zeros(like.shape, like.dtype))
 
+    increment.__module__ = compute.__module__  # one of a user's may compute something else at the next call
     return Link(name, increment, decay=_HELD, may_be_one=True, start=start, wide=wide, bits_a_step=16 / every)
 
 

@@ -62,8 +62,8 @@ class Muon(Optimizer):
     sqrt(max(inputs, outputs)), with which AdamW's rates do (Liu et al. 2025); or "none".
 
     log2(1/b) bits a parameter and step, 0.074 at 0.95. With `nesterov`, NS(b m + (1 - b) d) with d <- 2^-k d + (1 - 2^-k) g
-    in place of g, at k = `bits` more (`with_gradient_link`). The steps of NS divide by |m|: all multiples of m have one
-    image, so the zero of `optax`'s bias correction is the same. State: {"momentum": like params}, and "gradient" with
+    in place of g, at k = `bits` more (`with_gradient_link`). NS is blind to the size of m, so that a correction for
+    its start, as optax has one, changes nothing. State: {"momentum": like params}, and "gradient" with
     `nesterov`.
     """
 

@@ -11,6 +11,7 @@ from classifier import batches, loss, params
 
 import hypergrad as hg
 from hypergrad.optimizers import Link, Optimizer
+from hypergrad.optimizers.held import held_link, schedule
 
 
 class Plain(Optimizer):
@@ -106,6 +107,30 @@ def test_a_sign_has_no_derivative_and_a_smooth_one_has() -> None:
     assert hard.b1 == hard.b2 == 0
     assert hard.learning_rate != 0
     assert min(abs(x) for x in (smooth.b1, smooth.b2, smooth.temperature, smooth.learning_rate)) > 0
+
+
+def test_a_rule_that_computes_something_else_today_is_seen() -> None:
+    """It may read what changes; what was compiled of it for the last call is not taken again."""
+    factor = [1.0]
+    held = held_link("held", lambda h, z, g: factor[0] * g, 1, jnp.zeros_like, wide=False)
+
+    class Reading(Optimizer):
+        learning_rate: Any
+        momentum: Any = 0.9
+        chain = (Ahead.chain[0], Link("params", lambda h, z, g: -factor[0] * h.learning_rate * (g - z.velocity)))
+
+    class Holding(hg.HeavyBall):
+        chain = (held, hg.HeavyBall.chain[0], Link("params", lambda h, z: -h.learning_rate * z.held))
+
+        def prepare(self, h: dict[str, jax.Array], steps: int) -> dict[str, jax.Array]:
+            return h | schedule(h, 1, steps)
+
+    for rule in (hg.with_gradient_link(Reading(0.1)), Holding(0.1)):
+        factor[0] = 1.0
+        before = hg.train(loss, params(), rule, batches(), steps=5).losses[-1]
+        factor[0] = 2.0
+        after = hg.train(loss, params(), rule, batches(), steps=5).losses[-1]
+        assert after < before - 1e-3
 
 
 @pytest.mark.parametrize("bits", [0, 17, 2.0, True])
