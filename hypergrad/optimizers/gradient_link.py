@@ -8,8 +8,9 @@ Without it the step has no explicit inverse, whatever the coordinates: the deter
 its decays.
 """
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -112,18 +113,25 @@ def gradient_link(bits: int) -> Link:
     return Link(GRADIENT, lambda h, z, g: leak * g, decay=_FORGOTTEN, bits_a_step=bits)
 
 
-@functools.lru_cache(maxsize=64)
+@dataclasses.dataclass(frozen=True)
+class _Linked:
+    """The increment of parameters that read the link in place of the gradient; equal where the rule's is the same."""
+
+    increment: Callable[..., Array]
+
+    def __post_init__(self) -> None:
+        # As the rule's own, which may compute something else at the next call where it is a user's.
+        object.__setattr__(self, "__module__", self.increment.__module__)
+
+    def __call__(self, h: View, z: View) -> Array:
+        return self.increment(h, z, z.gradient)
+
+
 def linked(chain: tuple[Link, ...], bits: int) -> tuple[Link, ...]:
     """The links of a rule, after one that follows the gradient, which the last reads in place of it."""
     *others, params = chain
-    increment = params.increment
-    assert increment is not None, "of a rule, which is not frozen"
-
-    def linked_increment(h: View, z: View) -> Array:
-        return increment(h, z, z.gradient)
-
-    linked_increment.__module__ = increment.__module__  # one of a user's may compute something else at the next call
-    return (gradient_link(bits), *others, params._replace(increment=linked_increment))
+    assert params.increment is not None, "of a rule, which is not frozen"
+    return (gradient_link(bits), *others, params._replace(increment=_Linked(params.increment)))
 
 
 def forgotten(h: dict[str, Array], bits: int) -> dict[str, Array]:
