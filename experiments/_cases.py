@@ -1,5 +1,6 @@
 """A random case of training: a loss of the grammar, a rule, data, a mode, and what is differentiated. All by one number."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +31,14 @@ RULES: dict[str, tuple[Any, float, tuple[str, ...]]] = {  # the rule, a rate tha
     "Adam": (hg.Adam, 0.03, ("b1", "b2")), "AdamW": (hg.AdamW, 0.03, ("b1", "b2")),
     "RMSProp": (hg.RMSProp, 0.01, ("decay", "momentum")), "Adagrad": (hg.Adagrad, 0.02, ("momentum",)),
 }  # fmt: skip
+LATER: dict[str, tuple[Any, float, tuple[str, ...]]] = {  # of the seeds from `LATER_SEEDS` on: all before stay as they were
+    "Nesterov": (hg.Nesterov, 0.03, ("momentum",)), "NAdamW": (hg.NAdamW, 0.03, ("b1", "b2")),
+    "AdEMAMix": (hg.AdEMAMix, 0.02, ("b1", "b2")), "ADOPT": (hg.ADOPT, 0.02, ("b1", "b2")),
+    "smooth Lion": (functools.partial(hg.Lion, temperature=0.3), 0.02, ("b2",)),
+    "ScheduleFreeAdamW": (hg.ScheduleFreeAdamW, 0.03, ("b2",)),
+    "LARS": (functools.partial(hg.LARS, trust=0.1), 0.3, ("momentum",)), "LAMB": (hg.LAMB, 0.03, ("b1", "b2")),
+}  # fmt: skip
+LATER_SEEDS = 1_000_000
 DECAYS = (0.3, 0.75, 0.9, 0.97)
 TRANSFORMS = ("clip", "clip_by_global_norm", "add_decayed_weights", "freeze")
 
@@ -76,7 +85,8 @@ def draw(seed: int) -> Drawn:
         theta["v"] = one(((3,), (4,), (4, 3)))
     evidence = chance(0.2)
     source, marks = write_loss(rng, params, theta, rough, evidence)
-    steps, name = int(rng.integers(2, 9)), one(("SGD", "SGD", "HeavyBall", "HeavyBall", "Adam", "Adam", *RULES))
+    rules = ("SGD", "SGD", "HeavyBall", "HeavyBall", "Adam", "Adam", *RULES) if seed < LATER_SEEDS else tuple(LATER)
+    steps, name = int(rng.integers(2, 9)), one(rules)
     arrays = _Arrays(rng)
     h = {"params": arrays.dict(params), "theta": arrays.dict(theta)}
     rule, said = _rule(arrays, one, chance, name, h)
@@ -122,7 +132,7 @@ def _decay(one: Any, chance: Any, value: Any) -> Any:
 
 def _rule(arrays: _Arrays, one: Any, chance: Any, name: str, h: dict[str, Any]) -> tuple[Callable[..., Any], str]:
     """(natural h, steps) -> the optimizer, and its name; what it takes of h is added to h."""
-    kind, size, decays = RULES[name]
+    kind, size, decays = (RULES | LATER)[name]
     form = one(("scalar", "scalar", "per leaf", "per weight", "per step"))
     spread = lambda shape: size * np.exp(0.3 * arrays(shape))  # noqa: E731
     forms: dict[str, Callable[[], Any]] = {
