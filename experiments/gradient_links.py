@@ -115,6 +115,10 @@ class Experiment:
 
         return np.asarray(jax.jit(jax.vmap(one))(self.keys))
 
+    def certificate(self, rule: Rule, bits: int) -> hg.Certificate:
+        params, batches = self.drawn(self.keys[0])
+        return hg.check_reversal(self.loss, params, rule.ours(bits), batches, steps=self.config.steps)
+
     def original(self, rule: Rule) -> np.ndarray:
         optimizer = rule.theirs()
 
@@ -137,6 +141,7 @@ def main(config: Config) -> dict[str, Any]:
     config = config.shrunk() if config.tiny else config
     data = _data.load(config.data, 0)
     originals: dict[str, dict[str, np.ndarray]] = {}
+    proofs: dict[str, hg.Certificate] = {}  # rule -> of the last network at 4 bits
     losses: dict[str, dict[str, np.ndarray]] = {}  # rule -> network -> [bits, seeds]
     for name, rule in RULES.items():
         originals[name], losses[name] = {}, {}
@@ -147,6 +152,7 @@ def main(config: Config) -> dict[str, Any]:
             off = losses[name][network].mean(axis=1) / originals[name][network].mean() - 1
             shown = ", ".join(f"{bits}: {x:+.2%}" for bits, x in zip(config.bits, off, strict=True))
             print(f"{name:16} {network:16} loss {originals[name][network].mean():.4f}; off by bits {shown}", flush=True)
+        proofs[name] = experiment.certificate(rule, 4)
     rows = [row for name in RULES for row in _rows(config, name, originals[name], losses[name])]
     for row in rows:
         print(row)
@@ -155,10 +161,10 @@ def main(config: Config) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     record = _record.write(
         config.out, "gradient_links", config, numbers,
-        seeds=range(config.seeds), seconds=seconds, thesis=rows, pictures=pictures,
+        seeds=range(config.seeds), seconds=seconds, certificate=proofs, thesis=rows, pictures=pictures,
     )  # fmt: skip
     _plots.announce(record, pictures, seconds)
-    return numbers
+    return numbers | {"certificate": {name: proof._asdict() for name, proof in proofs.items()}}
 
 
 def _rows(config: Config, name: str, original: Any, linked: Any) -> list[Row]:
