@@ -5,35 +5,41 @@ import jax.numpy as jnp
 from jax import Array
 
 
-@jax.custom_jvp
-def inverse_power(a: Array, e: Array) -> Array:
-    """A^-e = Q diag(w^-e) Q^T for symmetric A = Q diag(w) Q^T with positive eigenvalues. [.., n, n], [] -> [.., n, n]
+def inverse_power(a: Array, e: Array, ridge: Array | float = 0.0) -> Array:
+    """(A + ridge I)^-e = Q diag((w + ridge)^-e) Q^T for symmetric A = Q diag(w) Q^T, w >= 0. [.., n, n], [], [..] -> [.., n, n]
 
     dA^-e = Q (F * (Q^T dA Q)) Q^T (Daleckii and Krein 1965), with the divided differences of w^-e
     F_ij = -(w_i w_j)^(-(e + 1) / 2) sinh(e d / 2) / sinh(d / 2), d = log(w_i / w_j), which is F_ii = -e w_i^(-e - 1) where
-    eigenvalues are equal. Eigenvalues that rounding makes less than the smallest normal number are taken for that.
+    eigenvalues are equal. The ridge is added to the eigenvalues: to the matrix, it is lost where roundings of the largest
+    make zeros negative, in float32 below 10^-7 of that.
     """
-    return _power(*_eigen(a), e)
+    return _inverse_power(a, e, jnp.broadcast_to(jnp.asarray(ridge, a.dtype), a.shape[:-2]))
 
 
-def _eigen(a: Array) -> tuple[Array, Array]:
+def _eigen(a: Array, ridge: Array) -> tuple[Array, Array]:
     w, q = jnp.linalg.eigh(a, symmetrize_input=False)
-    return jnp.maximum(w, jnp.finfo(a.dtype).tiny), q
+    return jnp.maximum(jnp.maximum(w, 0) + ridge[..., None], jnp.finfo(a.dtype).tiny), q
 
 
 def _power(w: Array, q: Array, e: Array) -> Array:
     return (q * (w**-e)[..., None, :]) @ q.mT
 
 
-@inverse_power.defjvp
-def _inverse_power_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    (a, e), (da, de) = primals, tangents
-    w, q = _eigen(a)
+@jax.custom_jvp
+def _inverse_power(a: Array, e: Array, ridge: Array) -> Array:
+    return _power(*_eigen(a, ridge), e)
+
+
+@_inverse_power.defjvp
+def _inverse_power_jvp(primals: tuple[Array, Array, Array], tangents: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+    (a, e, ridge), (da, de, dridge) = primals, tangents
+    w, q = _eigen(a, ridge)
     log_w = jnp.log(w)
     mean = (log_w[..., :, None] + log_w[..., None, :]) / 2
     half = (log_w[..., :, None] - log_w[..., None, :]) / 2
     slopes = -jnp.exp(-(e + 1) * mean) * _ratio_of_sinh(e, half)
-    along_a = q @ (slopes * (q.mT @ ((da + da.mT) / 2) @ q)) @ q.mT
+    da = (da + da.mT) / 2 + dridge[..., None, None] * jnp.eye(a.shape[-1], dtype=a.dtype)
+    along_a = q @ (slopes * (q.mT @ da @ q)) @ q.mT
     along_e = (q * (-log_w * w**-e)[..., None, :]) @ q.mT
     return _power(w, q, e), along_a + de * along_e
 

@@ -130,8 +130,9 @@ class _Form(NamedTuple):
         def power(a: Array) -> Array:
             n = a.shape[-1]
             ridge = h.ridge * jnp.trace(a, axis1=-2, axis2=-1) / n + h.eps
-            a = a + ridge[:, None, None] * jnp.eye(n, dtype=a.dtype)
-            return inverse_root(a, 2 * own.order) if self.root == "newton" else inverse_power(a, e)
+            if self.root == "eigh":
+                return inverse_power(a, e, ridge)
+            return inverse_root(a + ridge[:, None, None] * jnp.eye(n, dtype=a.dtype), 2 * own.order)
 
         def of_numbers(d: Array) -> Array:
             return (d + h.ridge * jnp.mean(d, axis=-1, keepdims=True) + h.eps) ** -e

@@ -84,3 +84,22 @@ def test_the_iteration_has_the_derivative_of_the_root() -> None:
     by_steps = jax.jvp(lambda a: inverse_root(a, 4, steps=60), (a,), (along,))[1]
     by_eigenvalues = jax.jvp(lambda a: inverse_power(a, 0.25), (a,), (along,))[1]
     np.testing.assert_allclose(by_steps, by_eigenvalues, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_a_ridge_is_the_same_as_in_the_matrix(name: str) -> None:
+    a, e, r = jnp.asarray(MATRICES[name]), jnp.asarray(0.3), jnp.asarray(1e-3)
+    inside = lambda a, e, r: inverse_power(a + r * jnp.eye(4), e)  # noqa: E731
+    along = (jnp.asarray(positive(4, seed=1)), jnp.asarray(0.7), jnp.asarray(0.2))
+    for found, expected in zip(*(jax.jvp(f, (a, e, r), along) for f in (inverse_power, inside)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("n", [2, 64, 200])
+def test_float32_has_no_root_above_that_of_the_ridge(n: int) -> None:
+    """Gradients of few examples: most eigenvalues are zero, and come out on either side of it."""
+    few = np.random.default_rng(n).normal(size=(n, 1 + n // 20)).astype(np.float32)
+    a, ridge = jnp.asarray(few @ few.T), jnp.float32(1e-9)
+    root, slope = jax.jvp(lambda a: inverse_power(a, jnp.float32(0.25), ridge), (a,), (a,))
+    assert jnp.linalg.norm(root, 2) < 1.001 * ridge**-0.25
+    assert jnp.isfinite(slope).all()
