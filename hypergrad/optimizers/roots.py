@@ -5,15 +5,17 @@ import jax.numpy as jnp
 from jax import Array
 
 
-def inverse_power(a: Array, e: Array, ridge: Array | float = 0.0) -> Array:
-    """(A + ridge I)^-e = Q diag((w + ridge)^-e) Q^T for symmetric A = Q diag(w) Q^T, w >= 0. [.., n, n], [], [..] -> [.., n, n]
+def inverse_power(a: Array, e: Array | float, ridge: Array | float = 0.0) -> Array:
+    """(A + ridge I)^-e = Q diag((w + ridge)^-e) Q^T for symmetric A = Q diag(w) Q^T, w >= 0.
+
+    [.., n, n], [], [..] -> [.., n, n]
 
     dA^-e = Q (F * (Q^T dA Q)) Q^T (Daleckii and Krein 1965), with the divided differences of w^-e
     F_ij = -(w_i w_j)^(-(e + 1) / 2) sinh(e d / 2) / sinh(d / 2), d = log(w_i / w_j), which is F_ii = -e w_i^(-e - 1) where
     eigenvalues are equal. The ridge is added to the eigenvalues: to the matrix, it is lost where roundings of the largest
     make zeros negative, in float32 below 10^-7 of that.
     """
-    return _inverse_power(a, e, jnp.broadcast_to(jnp.asarray(ridge, a.dtype), a.shape[:-2]))
+    return _inverse_power(a, jnp.asarray(e, a.dtype), jnp.broadcast_to(jnp.asarray(ridge, a.dtype), a.shape[:-2]))
 
 
 def _eigen(a: Array, ridge: Array) -> tuple[Array, Array]:
