@@ -11,6 +11,7 @@ The loss is that on validation images at the end; a difference is that of the me
 own differs from optax's in its first steps, too, where optax corrects for the start of the average.
 """
 
+import abc
 import dataclasses
 import pathlib
 import time
@@ -48,14 +49,14 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class Rule(abc.ABC):
     rate: float
 
-    def ours(self, bits: int) -> Any:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def ours(self, bits: int) -> Any: ...
 
-    def theirs(self) -> optax.GradientTransformation:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def theirs(self) -> optax.GradientTransformation: ...
 
 
 class Nesterov(Rule):

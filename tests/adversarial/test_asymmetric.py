@@ -217,3 +217,22 @@ def test_symmetric_losses_are_not_accused() -> None:
     loss = of_features(lambda x, theta: jax.nn.silu(theta * x))
     assert hg.check_reversal(loss, inputs()["params"], hg.SGD(0.3, 0.75), BATCHES, theta=0.7, steps=4).exact
     assert _trace._symmetric(jax.make_jaxpr(loss)(inputs()["params"], 0.7, None).jaxpr)
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("scale", [10, 100])
+def test_a_loss_that_has_come_to_zero_is_not_accused(scale: float) -> None:
+    """In float32, J of saturated outputs is nothing but roundings, other ones in J u and in J^T u."""
+    rng = np.random.default_rng(0)
+    x, a, b = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((30, 6), (6, 8), (8, 4)))
+    w = {"a": a * scale**0.5, "b": b * scale**0.5}
+
+    def outputs(w: Any) -> Any:
+        return jnp.tanh(x @ w["a"]) @ w["b"]
+
+    labels = jnp.argmax(outputs(w), axis=1)
+
+    def loss(w: Any, _: Any, __: Any) -> Any:
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(scale * outputs(w)), labels[:, None], axis=1))
+
+    assert hg.check_reversal(loss, w, hg.HeavyBall(1e-3, 0.9), hg.full_batch(None), steps=5).exact
