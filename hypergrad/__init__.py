@@ -63,6 +63,8 @@ from hypergrad.optimizers import NorMuon as NorMuon
 from hypergrad.optimizers import RMSProp as RMSProp
 from hypergrad.optimizers import ScheduleFreeAdamW as ScheduleFreeAdamW
 from hypergrad.optimizers import Shampoo as Shampoo
+from hypergrad.optimizers import Sophia as Sophia
+from hypergrad.optimizers import SophiaG as SophiaG
 from hypergrad.optimizers import Statistics as Statistics
 from hypergrad.optimizers import add_decayed_weights as add_decayed_weights
 from hypergrad.optimizers import clip as clip

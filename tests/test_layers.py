@@ -33,7 +33,7 @@ PUBLIC = {
     "train", "Trained", "Statistics", "PerStep", "minibatches", "stacked", "full_batch", "host_batches",
     "SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad", "DiagonalGGN", "DiagonalGGNMC",
     "AdEMAMix", "ADOPT", "Muon", "NorMuon", "muon_with_adamw", "Shampoo", "SOAP", "LARS", "LAMB", "Lion", "Nesterov",
-    "NAdamW", "ScheduleFreeAdamW",
+    "NAdamW", "ScheduleFreeAdamW", "Sophia", "SophiaG",
     "with_gradient_link",
     "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "partition", "to_optax",
     "Reversible", "Truncated", "Unrolled", "Checkpointed",

@@ -26,6 +26,8 @@ from hypergrad.optimizers.sgd import SGD as SGD
 from hypergrad.optimizers.sgd import HeavyBall as HeavyBall
 from hypergrad.optimizers.shampoo import Shampoo as Shampoo
 from hypergrad.optimizers.soap import SOAP as SOAP
+from hypergrad.optimizers.sophia import Sophia as Sophia
+from hypergrad.optimizers.sophia import SophiaG as SophiaG
 from hypergrad.optimizers.statistics import Statistics as Statistics
 from hypergrad.optimizers.transform import Transformed as Transformed
 from hypergrad.optimizers.transform import add_decayed_weights as add_decayed_weights
