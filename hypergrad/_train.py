@@ -135,7 +135,7 @@ def set_up(
         steps,
         _driver(adjoint, traced.functions, source),
         x64=jnp.result_type(float) == jnp.float64,
-        labels=_labels(blocks, out, params, traced.names, means),
+        labels=_labels(blocks, out, params, traced.names, means, _left_out(out, adjoint, steps)),
         throw=throw,
         linear=linear,
         isolate=not linear or bool(adjoint.isolate),
@@ -180,8 +180,19 @@ def _driver(adjoint: Any, functions: Functions, source: Any) -> str:
     return "either" if cores > 1 and contains(functions.loss.jaxpr, "conv_general_dilated") else "scan"
 
 
+def _left_out(out: LaidOut, adjoint: Any, steps: int) -> tuple[str, ...]:
+    """What the derivative does not have, as it was asked for: by rules, then by the adjoint."""
+    by_rules = [layer.optimizer.approximate for layer in out.layers if getattr(layer.optimizer, "approximate", "")]
+    return (*dict.fromkeys(by_rules), *([said] if (said := adjoint.left_out(steps)) else []))
+
+
 def _labels(
-    blocks: tuple[Block, ...], out: LaidOut, params: Any, frozen: tuple[str, ...], means: Statistics | None
+    blocks: tuple[Block, ...],
+    out: LaidOut,
+    params: Any,
+    frozen: tuple[str, ...],
+    means: Statistics | None,
+    approximate: tuple[str, ...],
 ) -> Labels:
     paths = [path for path, _ in _paths("", params)]
     of_statistics = [] if means is None else [path for path, _ in _paths("", means.values)]
@@ -195,7 +206,7 @@ def _labels(
             limits += [grid_range(block.bits(link))] * len(block.leaves)
             decays.append(f"{named.get(str(link.decay), link.decay)} for {of}{own[block.leaves[0]]}")
             highest.append(decay_interval(link)[1])
-    return Labels((*places, *decays), (*limits, *highest), frozen)
+    return Labels((*places, *decays), (*limits, *highest), frozen, approximate)
 
 
 def _paths(name: str, tree: Any) -> list[tuple[str, Any]]:

@@ -59,7 +59,7 @@ class Status(eqx.Module):
 
     code: int32, 0 = fine; step, place: int32, where first (-1: does not apply); magnitude: float32, the value found;
     words: int32, 32-bit buffer words a parameter needs; bits, ideal_bits: float32, per parameter and step, stored
-    and log2(1/rho); names: what `place` indexes.
+    and log2(1/rho); names: what `place` indexes; approximate: what the derivative leaves out by choice, a phrase each.
     """
 
     code: Array
@@ -75,6 +75,7 @@ class Status(eqx.Module):
     small: Array | int = -1  # the place whose updates are so small that rounding to the grid shows; -1: none
     quanta: Array | float = 0.0  # how many of the grid's quanta they are
     faint: Array | float = 0.0  # the largest derivative in float16 results, where it has lost digits; 0: it has not
+    approximate: tuple[str, ...] = eqx.field(static=True, default=())
 
     @property
     def ok(self) -> Array:
@@ -174,7 +175,8 @@ class Status(eqx.Module):
     def __repr__(self) -> str:
         if any(isinstance(x, jax.core.Tracer) or np.ndim(x) for x in jax.tree.leaves(self)):
             return f"Status(code={self.code}, step={self.step})"
-        return f"Status({self.sentence() or 'ok'!r}, words={int(self.words)}, bits={float(self.bits):.4g})"
+        left_out = f"derivative approximate: {'; '.join(self.approximate)}, " if self.approximate else ""
+        return f"Status({self.sentence() or 'ok'!r}, {left_out}words={int(self.words)}, bits={float(self.bits):.4g})"
 
 
 def decay_sentence(name: str, value: float, step: int = -1, highest: float = 1 - 2.0**-16) -> str:

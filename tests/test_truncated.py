@@ -53,6 +53,15 @@ def test_of_some_steps_it_is_that_of_the_run_that_begins_there(compile: Any) -> 
         assert jnp.isfinite(momentum) and momentum != whole.momentum
 
 
+def test_the_status_says_what_is_left_out() -> None:
+    runs = [
+        hg.train(NET.loss, NET.params(), hg.SGD(0.1), NET.batches(STEPS), theta=NET.theta(), adjoint=hg.Truncated(last))
+        for last in (3, STEPS)
+    ]
+    assert runs[0].status.approximate == (f"what the first {STEPS - 3} of {STEPS} steps do to the parameters",)
+    assert runs[1].status.approximate == ()
+
+
 @pytest.mark.of_bits
 def test_it_is_certified_at_its_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
     from hypergrad.exact import Fixed

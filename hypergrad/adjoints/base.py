@@ -38,5 +38,9 @@ class Adjoint(abc.ABC):
     @abc.abstractmethod
     def run(self, run: Run, inputs: Inputs) -> Outcome: ...
 
+    def left_out(self, steps: int) -> str:
+        """What the derivative of a run of so many steps does not have, a phrase for the status."""
+        return ""
+
     @abc.abstractmethod
     def cost(self, steps: int) -> Cost: ...

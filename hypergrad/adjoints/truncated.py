@@ -34,6 +34,9 @@ class Truncated(Adjoint):
         if isinstance(self.last, bool) or not isinstance(self.last, int) or self.last < 1:
             raise ValueError(f"`last` of hg.Truncated must be an integer of at least 1; got {self.last!r}.")
 
+    def left_out(self, steps: int) -> str:
+        return f"what the first {steps - self.last} of {steps} steps do to the parameters" if self.last < steps else ""
+
     def run(self, run: Run, inputs: Inputs) -> Outcome:
         return reversed_run(dataclasses.replace(run, first=max(run.steps - self.last, 0)), self.capacity, inputs)
 

@@ -72,10 +72,11 @@ class Optimizer(eqx.Module):
     before, which `prepare` finds in h where `state` has it. `signals`: what links see that do not see the gradient, {name:
     function(loss, params, theta, batch, key) -> pytree like the parameters}, at the old parameters; loss(params, theta,
     batch) is the user's, key the step's own. `by_step`: `prepare` makes the values of a step of that step's alone, and of
-    `weights`.
+    `weights`. `approximate`: what of the update its derivative leaves out, a phrase for the status.
     """
 
     chain: ClassVar[tuple[Link, ...]]
+    approximate: ClassVar[str] = ""
     weights: ClassVar[Mapping[str, str]] = {}
     signals: ClassVar[Mapping[str, Signal]] = {}
     linear: ClassVar[bool] = False

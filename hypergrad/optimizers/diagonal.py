@@ -9,16 +9,27 @@ from hypergrad.curvature import quantities
 from hypergrad.optimizers.chain import Link, Optimizer, View
 
 
+EXACT, SAMPLED = "ggn_diagonal", "ggn_diagonal_mc"  # signals
+
+
 def _exact(loss: Callable[..., Any], params: Any, theta: Any, batch: Any, key: Array) -> Any:
-    return quantities(loss, params, theta, batch, "ggn_diagonal")["ggn_diagonal"]
+    return quantities(loss, params, theta, batch, EXACT)[EXACT]
 
 
-def _sampled(loss: Callable[..., Any], params: Any, theta: Any, batch: Any, key: Array) -> Any:
-    return quantities(loss, params, theta, batch, "ggn_diagonal_mc", key=key)["ggn_diagonal_mc"]
+def sampled(loss: Callable[..., Any], params: Any, theta: Any, batch: Any, key: Array) -> Any:
+    return quantities(loss, params, theta, batch, SAMPLED, key=key)[SAMPLED]
 
 
 def _velocity(h: View, z: View, g: Array) -> Array:
     return -(1 - h.momentum) * (g + h.l2 * z.params) / (z.curvature + h.damping + h.l2)
+
+
+def _chain(signal: str) -> tuple[Link, ...]:
+    return (
+        Link("curvature", lambda h, z, g: (1 - h.decay) * g, decay="decay", wide=True, signal=signal),
+        Link("velocity", _velocity, decay="momentum"),
+        Link("params", lambda h, z: h.learning_rate * z.velocity),
+    )
 
 
 class DiagonalGGN(Optimizer):
@@ -41,12 +52,8 @@ class DiagonalGGN(Optimizer):
     decay: Any = 0.9
     l2: Any = 0.0
 
-    signals = {"curvature": _exact}
-    chain = (
-        Link("curvature", lambda h, z, g: (1 - h.decay) * g, decay="decay", wide=True, signal="curvature"),
-        Link("velocity", _velocity, decay="momentum"),
-        Link("params", lambda h, z: h.learning_rate * z.velocity),
-    )
+    signals = {EXACT: _exact}
+    chain = _chain(EXACT)
 
 
 class DiagonalGGNMC(DiagonalGGN):
@@ -57,4 +64,5 @@ class DiagonalGGNMC(DiagonalGGN):
     as for `DiagonalGGN`.
     """
 
-    signals = {"curvature": _sampled}
+    signals = {SAMPLED: sampled}
+    chain = _chain(SAMPLED)

@@ -75,6 +75,10 @@ class WithGradientLink(GradientLinked):
         return self.rule.entrywise
 
     @property
+    def approximate(self) -> str:  # type: ignore[override]
+        return self.rule.approximate
+
+    @property
     def by_step(self) -> bool:  # type: ignore[override]
         return self.rule.by_step
 

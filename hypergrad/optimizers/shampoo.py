@@ -35,7 +35,8 @@ class Shampoo(Optimizer):
     axes of a leaf of more than two that fit together into one piece are one. None: no cuts. Axes longer than max_size, and
     leaves of one axis, have a diagonal. graft: the size of a leaf's step is that of another rule, "sgd", "adagrad",
     "rmsprop" or "adam" (rmsprop with its correction), before the momentum. root: "eigh", or "newton", products alone, for e
-    = 1/(2n). preconditioner: "constant" takes no derivative through the factors: hypergradients are approximate then.
+    = 1/(2n). preconditioner: "constant" takes no derivative through the factors: hypergradients are approximate then, which
+    `Trained.status` says.
 
     State: {"factors": a vector for each leaf, upper triangles and diagonals; "roots", of the same form, if k > 1; "square",
     like params, with adagrad, rmsprop and adam; "velocity": like params; "factors_weight": 1 - b2^t}.
@@ -76,6 +77,10 @@ class Shampoo(Optimizer):
     @property
     def weights(self) -> dict[str, str]:  # type: ignore[override]
         return {} if self.b2 is None else {"factors_weight": "b2"}
+
+    @property
+    def approximate(self) -> str:  # type: ignore[override]
+        return "hg.Shampoo's preconditioner is taken as constant" if self.preconditioner == "constant" else ""
 
     @property
     def by_step(self) -> bool:  # type: ignore[override]

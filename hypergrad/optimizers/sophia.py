@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.curvature import quantities
 from hypergrad.optimizers.chain import Link, Optimizer, View
 from hypergrad.optimizers.decoupled import decay_of, decaying
+from hypergrad.optimizers.diagonal import SAMPLED, sampled
+
+
+_HUTCHINSON = "hessian_diagonal"  # signal
 
 
 def _hutchinson(loss: Callable[..., Any], params: Any, theta: Any, batch: Any, key: Array) -> Any:
@@ -25,12 +28,16 @@ def _hutchinson(loss: Callable[..., Any], params: Any, theta: Any, batch: Any, k
     return jax.tree.map(lambda u, product: u * product, jax.tree.unflatten(tree, signs), jax.grad(slope)(params))
 
 
-def _gauss_newton(loss: Callable[..., Any], params: Any, theta: Any, batch: Any, key: Array) -> Any:
-    return quantities(loss, params, theta, batch, "ggn_diagonal_mc", key=key)["ggn_diagonal_mc"]
-
-
 def _step(h: View, z: View) -> Array:
     return -h.learning_rate * jnp.clip(z.mean / jnp.maximum(h.gamma * z.curvature, h.eps), -1, 1)
+
+
+def _chain(signal: str) -> tuple[Link, ...]:
+    return (
+        Link("mean", lambda h, z, g: (1 - h.b1) * g, decay="b1"),
+        Link("curvature", lambda h, z, g: (1 - h.b2) * g, decay="b2", wide=True, signal=signal),
+        decaying(_step),
+    )
 
 
 class Sophia(Optimizer):
@@ -57,12 +64,8 @@ class Sophia(Optimizer):
 
     entrywise = True
     by_step = True
-    signals = {"curvature": _hutchinson}
-    chain = (
-        Link("mean", lambda h, z, g: (1 - h.b1) * g, decay="b1"),
-        Link("curvature", lambda h, z, g: (1 - h.b2) * g, decay="b2", wide=True, signal="curvature"),
-        decaying(_step),
-    )
+    signals = {_HUTCHINSON: _hutchinson}
+    chain = _chain(_HUTCHINSON)
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
         return {**h, **decay_of(h)}
@@ -78,4 +81,5 @@ class SophiaG(Sophia):
 
     gamma: Any = 0.05
 
-    signals = {"curvature": _gauss_newton}
+    signals = {SAMPLED: sampled}
+    chain = _chain(SAMPLED)

@@ -36,11 +36,12 @@ class Inputs(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """Names for errors."""
+    """Names for errors, and for what the status says."""
 
     places: tuple[str, ...]  # of every block, link and leaf; then the decay of every block and link
     limits: tuple[float, ...]  # of each place: the range of the value, the largest that the decay can be
     frozen: tuple[str, ...]  # of the leaves of `Inputs.frozen`
+    approximate: tuple[str, ...]  # what the derivative leaves out by choice
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,7 +68,7 @@ def assess(
     as_float = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
     return Status(
         as_int(code), as_int(step), as_int(place), as_float(value), words, as_float(bits), as_float(ideal),
-        run.labels.places, run.labels.limits, jnp.bool_(False), *small, jnp.float32(0),
+        run.labels.places, run.labels.limits, jnp.bool_(False), *small, jnp.float32(0), run.labels.approximate,
     )  # fmt: skip
 
 

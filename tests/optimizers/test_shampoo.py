@@ -174,6 +174,16 @@ def test_a_constant_preconditioner_trains_alike_and_has_another_derivative() -> 
     assert jax.grad(end)(0.9, "differentiated") != 0
 
 
+@pytest.mark.parametrize("wrapped", [lambda rule: rule, lambda rule: hg.clip(rule, 1.0)])
+def test_a_constant_preconditioner_is_named_in_the_status(wrapped: Any) -> None:
+    for chosen, said in (("constant", ("hg.Shampoo's preconditioner is taken as constant",)), ("differentiated", ())):
+        rule = wrapped(hg.Shampoo(0.1, preconditioner=chosen))
+        weights = {k: x for k, x in params().items() if k.startswith("w")}
+        run = hg.train(loss, weights, hg.partition({"all": rule}, "all"), batches(), steps=2)
+        assert run.status.approximate == said
+        assert ("derivative approximate: hg.Shampoo's" in repr(run.status)) == bool(said)
+
+
 def test_a_vector_has_a_diagonal_and_that_is_said_once() -> None:
     shampoo._say_once.cache_clear()
     train = lambda: hg.train(loss, params(), hg.Shampoo(0.05), batches(), steps=2)  # noqa: E731

@@ -101,6 +101,16 @@ def test_under_vmap() -> None:
     np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(end)))(rates), [one(rate) for rate in rates], rtol=1e-8)
 
 
+def test_two_estimates_in_one_partition() -> None:
+    rule = hg.partition({"w": hg.Sophia(0.01), "b": hg.SophiaG(0.01)}, {"w1": "w", "w2": "w", "b1": "b", "b2": "b"})
+    run = hg.train(loss, params(jnp.float64), rule, batches(jnp.float64), steps=3)
+    alone = [hg.train(loss, params(jnp.float64), one, batches(jnp.float64), steps=1) for one in rule.rules.values()]
+    first = hg.train(loss, params(jnp.float64), rule, batches(jnp.float64), steps=1)
+    for name in ("w1", "b1"):
+        np.testing.assert_array_equal(first.params[name], alone["wb".index(name[0])].params[name])
+    assert bool(run.status.ok)
+
+
 @jax.custom_vjp
 def reversed_gradient(x: jax.Array) -> jax.Array:
     return x
