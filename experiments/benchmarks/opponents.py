@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
+import optax
+import optax.contrib
 from jax import Array
 
+from experiments.benchmarks import plain_shampoo
 from experiments.benchmarks.workloads import Task
 
 
@@ -41,7 +44,22 @@ def _zeros(params: Any) -> Any:
     return jax.tree.map(jnp.zeros_like, params)
 
 
-RULES = {"sgd": Rule(_zeros, _sgd), "adam": Rule(lambda params: (_zeros(params), _zeros(params)), _adam)}
+def _of_optax(make: Callable[[], optax.GradientTransformation]) -> Rule:
+    """make: with a learning rate of 1, that updates are proportional to."""
+
+    def update(w: Any, state: Any, g: Any, a: Array, t: Array) -> tuple[Any, Any]:
+        updates, state = make().update(g, state, w)
+        return jax.tree.map(lambda w, u: w + a * u, w, updates), state
+
+    return Rule(lambda params: make().init(params), update)
+
+
+RULES = {
+    "sgd": Rule(_zeros, _sgd),
+    "adam": Rule(lambda params: (_zeros(params), _zeros(params)), _adam),
+    "muon": _of_optax(lambda: optax.contrib.muon(1.0, nesterov=False, adam_weight_decay=0.0)),
+    "shampoo": Rule(plain_shampoo.start, plain_shampoo.update),
+}
 
 
 def plain(task: Task, learning_rates: Array) -> Array:

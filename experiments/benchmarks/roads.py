@@ -9,11 +9,19 @@ from jax import Array
 
 import hypergrad as hg
 from experiments.benchmarks import loops as python_loops
-from experiments.benchmarks import opponents
+from experiments.benchmarks import opponents, plain_shampoo
 from experiments.benchmarks.workloads import Task, batch_of
 
 
-OURS: dict[str, Callable[[Any], Any]] = {"sgd": hg.SGD, "adam": hg.Adam}  # a key of `opponents.RULES` -> optimizer
+def shampoo(learning_rate: Any) -> Any:
+    rule, rest = hg.Shampoo(learning_rate, every=plain_shampoo.EVERY, graft="adam"), hg.AdamW(learning_rate)
+    return hg.partition({"matrix": rule, "rest": rest}, lambda w: jax.tree.map(lambda x: KIND[x.ndim == 2], w))
+
+
+KIND = {True: "matrix", False: "rest"}
+OURS: dict[str, Callable[[Any], Any]] = {  # a key of `opponents.RULES` -> optimizer
+    "sgd": hg.SGD, "adam": hg.Adam, "muon": hg.muon_with_adamw, "shampoo": shampoo,
+}  # fmt: skip
 
 
 def reversible(task: Task, learning_rates: Array) -> Array:

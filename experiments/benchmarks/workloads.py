@@ -16,6 +16,10 @@ from jax import Array
 from experiments import _data
 
 
+# Learning rates that suit, by a key of `opponents.RULES`.
+RATES = {"sgd": 0.1, "adam": 1e-3, "muon": 1e-3, "shampoo": 1e-4}
+
+
 def batch_of(data: tuple[Array, ...], size: int, t: Array) -> tuple[Array, ...]:
     start = (t * size) % (len(data[0]) - size + 1)
     return tuple(jax.lax.dynamic_slice_in_dim(a, start, size) for a in data)
@@ -71,8 +75,7 @@ def mlp_task(
             x = jnp.tanh(x @ layer["w"] + layer["b"])
         return _cross_entropy(x @ params[-1]["w"] + params[-1]["b"], y)
 
-    rate = {"sgd": 0.1, "adam": 1e-3}[rule]
-    return Task(cross_entropy, params, (x, y), batch_size, steps, examples, rule, rate)
+    return Task(cross_entropy, params, (x, y), batch_size, steps, examples, rule, RATES[rule])
 
 
 def conv_task(steps: int, channels: tuple[int, int] = (8, 16), batch_size: int = 128, examples: int = 2048) -> Task:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from hypergrad._eigh import eigh
 from hypergrad._lifted import interpreted
 from hypergrad.curvature._likelihoods import End
 from hypergrad.curvature._uses import Found, Use
@@ -132,7 +133,7 @@ def factor(passes: Passes, inputs: Inputs, outputs: Any) -> tuple[Array, Array]:
     size, like = outputs.size, outputs.shape
     if end.kind is None:
         tail = lambda f: passes.loss_from(inputs, end.outputs, f.reshape(like))  # noqa: E731
-        values, vectors = jnp.linalg.eigh(jax.hessian(tail)(outputs.reshape(-1)))
+        values, vectors = eigh(jax.hessian(tail)(outputs.reshape(-1)))
         return (vectors * jnp.sqrt(jnp.abs(values))).T.reshape(size, *like), jnp.sign(values)
     weight = _weights(passes, inputs, outputs)
     signs = jnp.sign(weight).reshape(-1)

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from hypergrad._eigh import eigh
+
 
 def inverse_power(a: Array, e: Array | float, ridge: Array | float = 0.0) -> Array:
     """(A + ridge I)^-e = Q diag((w + ridge)^-e) Q^T for symmetric A = Q diag(w) Q^T, w >= 0.
@@ -19,7 +21,7 @@ def inverse_power(a: Array, e: Array | float, ridge: Array | float = 0.0) -> Arr
 
 
 def _eigen(a: Array, ridge: Array) -> tuple[Array, Array]:
-    w, q = jnp.linalg.eigh(a, symmetrize_input=False)
+    w, q = eigh(a)
     return jnp.maximum(jnp.maximum(w, 0) + ridge[..., None], jnp.finfo(a.dtype).tiny), q
 
 
@@ -80,12 +82,12 @@ def eigenvectors(a: Array) -> Array:
     dQ = Q (F * (Q^T dA Q)) with F_ij = 1 / (w_j - w_i), taken as zero between eigenvalues that are closer than 10^-6 of the
     largest, where eigenvectors are not determined.
     """
-    return jnp.linalg.eigh(a, symmetrize_input=False)[1]
+    return eigh(a)[1]
 
 
 @eigenvectors.defjvp
 def _eigenvectors_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    w, q = jnp.linalg.eigh(primals[0], symmetrize_input=False)
+    w, q = eigh(primals[0])
     gaps = w[None, :] - w[:, None]
     apart = jnp.abs(gaps) > 1e-6 * jnp.max(jnp.abs(w))
     slopes = jnp.where(apart, 1 / jnp.where(apart, gaps, 1), 0)

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hypergrad.optimizers.roots import inverse_power, inverse_root
+from hypergrad._eigh import eigh
+from hypergrad._program_keys import equations
+from hypergrad.optimizers.roots import eigenvectors, inverse_power, inverse_root
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,26 @@ def test_both_are_roots(p: int, n: int) -> None:
         np.testing.assert_allclose(jnp.linalg.matrix_power(x, p) @ a, np.eye(n), atol=1e-9)
     stacked = inverse_power(jnp.stack([a, 2 * a]), 1 / p)
     np.testing.assert_allclose(stacked[1], inverse_power(2 * a, 1 / p), rtol=1e-12)
+
+
+@pytest.mark.parametrize("function", [lambda a: inverse_power(a, 0.25, 1e-3), eigenvectors, eigh])
+def test_eigenvalues_are_taken_of_one_matrix_after_the_other(function: Any) -> None:
+    """A batch of them waits for the threads that it runs on, and never ends where another does so too."""
+    along = lambda a: jax.jvp(function, (a,), (a,))  # noqa: E731
+    batch = jnp.stack([jnp.asarray(positive(3, seed=i)) for i in range(6)]).reshape(2, 3, 3, 3)
+    program = jax.make_jaxpr(jax.vmap(jax.vmap(along)))(batch)
+    shapes = [e.invars[0].aval.shape for e in equations(program.jaxpr) if e.primitive.name == "eigh"]
+    assert shapes and set(shapes) == {(3, 3)}
+    found = jax.jit(jax.vmap(jax.vmap(along)))(batch)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x[1, 2], y, atol=1e-9), found, along(batch[1, 2]))
+
+
+def test_eigenvalues_have_the_derivative_that_jax_gives_them() -> None:
+    a, along = jnp.asarray(positive(4)), jnp.asarray(positive(4, seed=1))
+    ours, theirs = (jax.jvp(f, (a,), (along,)) for f in (eigh, lambda a: tuple(jnp.linalg.eigh(a))))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), ours, theirs)
+    back = [jax.grad(lambda a, f=f: jnp.sum(jnp.sin(f(a)[1]) * jnp.arange(4)))(a) for f in (eigh, jnp.linalg.eigh)]
+    np.testing.assert_allclose(back[0] + back[0].T, back[1] + back[1].T, atol=1e-12)
 
 
 def differences(f: Any, a: Any, along: Any) -> np.ndarray:

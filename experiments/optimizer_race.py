@@ -1,0 +1,178 @@
+"""Beyond the thesis: how far does each optimizer get with constants, and how far when all that it has is learned?
+
+    python -m experiments.optimizer_race [--tasks digits mnist cifar10 characters] [--seeds 3] [--tiny]
+
+Each optimizer's constants are found by random search, 16 trials. From the best of them on, its learning rates, one for each
+step, its decays of averages, its weight decay and (of Shampoo) the exponent of the preconditioner follow their
+hypergradients, for about the time that the search took; beside that, the search goes on for 16 more trials. A trial is the
+mean validation loss of three trainings, a meta-step one training and its derivative. The mixture takes steps of momentum,
+Adam and Muon, each of one size, and learns how much of each it takes at each step.
+
+All is done again for each seed. What is compared is the loss on test data of three trainings that no choice has seen.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from jax import Array
+
+import hypergrad as hg
+from experiments import _optimizer_race_plots, _plots, _record
+from experiments._race_rules import CONTESTANTS, PARTS, Contestant, Point, drawn, learnable, scheduled
+from experiments._race_tasks import TASKS, Task
+from experiments._record import Row
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    tasks: tuple[str, ...] = ("digits",)
+    rules: tuple[str, ...] = tuple(CONTESTANTS)
+    seeds: int = 3
+    steps: int = 200
+    trials: int = 16
+    trainings: int = 3  # a trial
+    meta_steps: int = 12
+    meta_learning_rate: float = 0.1
+    tiny: bool = False  # a run of seconds, for the tests
+    out: pathlib.Path = pathlib.Path("results/optimizer_race")
+
+    def shrunk(self) -> "Config":
+        small = {"seeds": 1, "steps": 12, "trials": 2, "trainings": 2, "meta_steps": 1}
+        return dataclasses.replace(self, tasks=("digits",), rules=("AdamW", "mixture"), **small)
+
+
+class Lap(NamedTuple):
+    """One optimizer on one task, with one seed."""
+
+    losses: dict[str, np.ndarray]  # "searched", "searched on", "learned" -> [validation, test]
+    seconds: dict[str, float]  # "search", "learning"; of the first seed with compilation
+    hypers: Any  # learned, in natural units
+
+
+WAYS = ("searched", "searched on", "learned")
+
+
+class Race:
+    """One optimizer on one task."""
+
+    def __init__(self, config: Config, task: Task, contestant: Contestant) -> None:
+        self.config, self.task, self.contestant = config, task, contestant
+        self.judge = jax.jit(jax.vmap(self._judged, (0, None)))
+
+    def train_fn(self, point: Point, key: Array) -> Any:
+        return self.trained(point, key, True).params
+
+    def trained(self, point: Point, key: Array, throw: bool) -> hg.Trained:
+        first, second = jax.random.split(key)
+        optimizer = self.contestant.make(point, self.task.labels)
+        batches, steps = self.task.batches(second, self.config.steps), self.config.steps
+        return hg.train(self.task.loss, self.task.init(first), optimizer, batches, steps=steps, throw=throw)
+
+    def _judged(self, point: Point, keys: Array) -> Array:
+        """[validation, test], means over trainings; infinite where one fails."""
+
+        def one(key: Array) -> Array:
+            params = self.trained(point, key, False).params
+            return jnp.stack([self.task.validation(params), self.task.test(params)])
+
+        losses = jax.vmap(one)(keys).mean(axis=0)
+        return jnp.where(jnp.isfinite(losses), losses, jnp.inf)
+
+    def run(self, seed: int) -> Lap:
+        c, key = self.config, jax.random.key(1000 + seed)
+        rng = np.random.default_rng(seed)
+        keys = [jax.random.split(jax.random.fold_in(key, i), c.trainings) for i in range(2)]
+        begin = time.perf_counter()
+        points = scheduled_all(drawn(self.contestant, 2 * c.trials, rng), c.steps)
+        halves = [jax.tree.map(lambda x, part=part: x[part], points) for part in _halves(c.trials)]
+        losses = [np.asarray(self.judge(half, keys[0]))[:, 0] for half in halves]
+        middle = time.perf_counter()
+        first = _row(halves[0], int(np.argmin(losses[0])))
+        longer = _row(points, int(np.argmin(np.concatenate(losses))))
+        result = self.learned(first, jax.random.fold_in(key, 2))
+        end = time.perf_counter()
+        found = hg.natural(result.best.hypers)
+        stack = lambda *x: jnp.stack(x)  # noqa: E731
+        final = np.asarray(self.judge(jax.tree.map(stack, first, longer, found), keys[1]))
+        seconds = {"search": (middle - begin) / 2, "learning": end - middle}
+        return Lap(dict(zip(WAYS, final, strict=True)), seconds, jax.device_get(found))
+
+    def learned(self, point: Point, key: Array) -> hg.Result:
+        c = self.config
+        return hg.optimize(
+            self.train_fn, self.task.validation, learnable(point), meta_steps=c.meta_steps, key=key, seeds_per_step=1,
+            meta_optimizer=optax.adam(c.meta_learning_rate), stop_on_growth=False,
+        )  # fmt: skip
+
+    def certificate(self, point: Point) -> hg.Certificate:
+        first, second = jax.random.split(jax.random.key(0))
+        optimizer, steps = self.contestant.make(point, self.task.labels), self.config.steps
+        return hg.check_reversal(
+            self.task.loss, self.task.init(first), optimizer, self.task.batches(second, steps), steps=steps
+        )
+
+
+def scheduled_all(points: Point, steps: int) -> Point:
+    return jax.vmap(functools.partial(scheduled, steps=steps))(points)
+
+
+def _halves(trials: int) -> tuple[slice, slice]:
+    return slice(0, trials), slice(trials, None)
+
+
+def _row(points: Point, i: int) -> Point:
+    return jax.tree.map(lambda x: x[i], points)
+
+
+def main(config: Config) -> dict[str, Any]:
+    begin = time.perf_counter()
+    config = config.shrunk() if config.tiny else config
+    laps: dict[str, dict[str, list[Lap]]] = {}
+    proofs: dict[str, hg.Certificate] = {}
+    for name in config.tasks:
+        task, laps[name] = TASKS[name](), {}
+        for rule in config.rules:
+            race = Race(config, task, CONTESTANTS[rule])
+            laps[name][rule] = []
+            for seed in range(config.seeds):
+                lap = race.run(seed)
+                laps[name][rule].append(lap)
+                shown = ", ".join(f"{way} {losses[1]:.4f}" for way, losses in lap.losses.items())
+                times = ", ".join(f"{what} {s:.1f} s" for what, s in lap.seconds.items())
+                print(f"{name:10} {rule:12} seed {seed}: test loss {shown}; {times}", flush=True)
+            proofs[f"{name}, {rule}"] = race.certificate(laps[name][rule][-1].hypers)
+    rows = [row for name in config.tasks for rule in config.rules for row in _rows(name, rule, laps[name][rule])]
+    for row in rows:
+        print(row)
+    pictures = _plots.save(config.out, _optimizer_race_plots.figures(laps, PARTS))
+    numbers = {
+        name: {rule: [{"losses": lap.losses, "seconds": lap.seconds} for lap in own] for rule, own in of.items()}
+        for name, of in laps.items()
+    }
+    seconds = time.perf_counter() - begin
+    record = _record.write(
+        config.out, "optimizer_race", config, numbers,
+        seeds=range(config.seeds), seconds=seconds, certificate=proofs, thesis=rows, pictures=pictures,
+    )  # fmt: skip
+    _plots.announce(record, pictures, seconds)
+    return numbers | {"certificate": {name: proof._asdict() for name, proof in proofs.items()}}
+
+
+def _rows(task: str, rule: str, laps: list[Lap]) -> list[Row]:
+    of: Callable[[str], list[Any]] = lambda way: [lap.losses[way][1] for lap in laps]  # noqa: E731
+    return [
+        Row("new", f"{task}, {rule}, {way}: test loss", None, *_record.mean_and_spread(of(way)), why="new") for way in WAYS
+    ]
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))
