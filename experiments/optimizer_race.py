@@ -4,9 +4,9 @@
 
 Each optimizer's constants are found by random search, 16 trials. From the best of them on, its learning rates, one for each
 step, its decays of averages, its weight decay and (of Shampoo) the exponent of the preconditioner follow their
-hypergradients, for about the time that the search took; beside that, the search goes on for 16 more trials. A trial is the
-mean validation loss of three trainings, a meta-step one training and its derivative. The mixture takes steps of momentum,
-Adam and Muon, each of one size, and learns how much of each it takes at each step.
+hypergradients for 12 meta-steps; beside that, the search goes on for 64 more trials, which takes about as long. A trial, as
+a meta-step, is three trainings at once. The mixture takes steps of momentum, Adam and Muon, each of one size, and learns how
+much of each it takes at each step.
 
 All is done again for each seed. What is compared is the loss on test data of three trainings that no choice has seen.
 """
@@ -39,14 +39,15 @@ class Config:
     seeds: int = 3
     steps: int = 200
     trials: int = 16
-    trainings: int = 3  # a trial
+    more_trials: int = 64
+    trainings: int = 3  # of a trial and of a meta-step
     meta_steps: int = 12
     meta_learning_rate: float = 0.1
     tiny: bool = False  # a run of seconds, for the tests
     out: pathlib.Path = pathlib.Path("results/optimizer_race")
 
     def shrunk(self) -> "Config":
-        small = {"seeds": 1, "steps": 12, "trials": 2, "trainings": 2, "meta_steps": 1}
+        small = {"seeds": 1, "steps": 12, "trials": 2, "more_trials": 2, "trainings": 2, "meta_steps": 1}
         return dataclasses.replace(self, tasks=("digits",), rules=("AdamW", "mixture"), **small)
 
 
@@ -54,7 +55,7 @@ class Lap(NamedTuple):
     """One optimizer on one task, with one seed."""
 
     losses: dict[str, np.ndarray]  # "searched", "searched on", "learned" -> [validation, test]
-    seconds: dict[str, float]  # "search", "learning"; of the first seed with compilation
+    seconds: dict[str, float]  # "search", "more search", "learning"; of the first seed with compilation
     hypers: Any  # learned, in natural units
 
 
@@ -66,7 +67,7 @@ class Race:
 
     def __init__(self, config: Config, task: Task, contestant: Contestant) -> None:
         self.config, self.task, self.contestant = config, task, contestant
-        self.judge = jax.jit(jax.vmap(self._judged, (0, None)))
+        self.judge = jax.jit(self._judged_all)
 
     def train_fn(self, point: Point, key: Array) -> Any:
         return self.trained(point, key, True).params
@@ -76,6 +77,10 @@ class Race:
         optimizer = self.contestant.make(point, self.task.labels)
         batches, steps = self.task.batches(second, self.config.steps), self.config.steps
         return hg.train(self.task.loss, self.task.init(first), optimizer, batches, steps=steps, throw=throw)
+
+    def _judged_all(self, points: Point, keys: Array) -> Array:
+        """[points, 2]; eight at a time, for the memory that images take."""
+        return jax.lax.map(lambda point: self._judged(point, keys), points, batch_size=8)
 
     def _judged(self, point: Point, keys: Array) -> Array:
         """[validation, test], means over trainings; infinite where one fails."""
@@ -91,26 +96,26 @@ class Race:
         c, key = self.config, jax.random.key(1000 + seed)
         rng = np.random.default_rng(seed)
         keys = [jax.random.split(jax.random.fold_in(key, i), c.trainings) for i in range(2)]
-        begin = time.perf_counter()
-        points = scheduled_all(drawn(self.contestant, 2 * c.trials, rng), c.steps)
-        halves = [jax.tree.map(lambda x, part=part: x[part], points) for part in _halves(c.trials)]
-        losses = [np.asarray(self.judge(half, keys[0]))[:, 0] for half in halves]
-        middle = time.perf_counter()
-        first = _row(halves[0], int(np.argmin(losses[0])))
+        points = scheduled_all(drawn(self.contestant, c.trials + c.more_trials, rng), c.steps)
+        clock, losses = [time.perf_counter()], []
+        for part in (slice(c.trials), slice(c.trials, None)):
+            losses.append(np.asarray(self.judge(jax.tree.map(lambda x, part=part: x[part], points), keys[0]))[:, 0])
+            clock.append(time.perf_counter())
+        first = _row(points, int(np.argmin(losses[0])))
         longer = _row(points, int(np.argmin(np.concatenate(losses))))
         result = self.learned(first, jax.random.fold_in(key, 2))
-        end = time.perf_counter()
+        clock.append(time.perf_counter())
         found = hg.natural(result.best.hypers)
         stack = lambda *x: jnp.stack(x)  # noqa: E731
         final = np.asarray(self.judge(jax.tree.map(stack, first, longer, found), keys[1]))
-        seconds = {"search": (middle - begin) / 2, "learning": end - middle}
+        seconds = dict(zip(("search", "more search", "learning"), np.diff(clock).tolist(), strict=True))
         return Lap(dict(zip(WAYS, final, strict=True)), seconds, jax.device_get(found))
 
     def learned(self, point: Point, key: Array) -> hg.Result:
         c = self.config
         return hg.optimize(
-            self.train_fn, self.task.validation, learnable(point), meta_steps=c.meta_steps, key=key, seeds_per_step=1,
-            meta_optimizer=optax.adam(c.meta_learning_rate), stop_on_growth=False,
+            self.train_fn, self.task.validation, learnable(point), meta_steps=c.meta_steps, key=key,
+            seeds_per_step=c.trainings, meta_optimizer=optax.adam(c.meta_learning_rate), stop_on_growth=False,
         )  # fmt: skip
 
     def certificate(self, point: Point) -> hg.Certificate:
@@ -123,10 +128,6 @@ class Race:
 
 def scheduled_all(points: Point, steps: int) -> Point:
     return jax.vmap(functools.partial(scheduled, steps=steps))(points)
-
-
-def _halves(trials: int) -> tuple[slice, slice]:
-    return slice(0, trials), slice(trials, None)
 
 
 def _row(points: Point, i: int) -> Point:
