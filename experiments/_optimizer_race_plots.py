@@ -9,7 +9,7 @@ from experiments._plots import COLOURS, GREY
 
 
 _LOOKS = {"searched": ("o", GREY), "searched on": ("s", GREY), "learned": ("D", COLOURS[0])}
-_NAMES = {"searched": "constants, 16 trials", "searched on": "constants, 80 trials", "learned": "16 trials, then learned"}
+_NAMES = {"searched": "constants, 16 trials", "searched on": "constants, 48 trials", "learned": "16 trials, then learned"}
 
 
 def figures(laps: Any, parts: tuple[str, ...]) -> dict[str, Any]:

@@ -4,15 +4,17 @@
 
 Each optimizer's constants are found by random search, 16 trials. From the best of them on, its learning rates, one for each
 step, its decays of averages, its weight decay and (of Shampoo) the exponent of the preconditioner follow their
-hypergradients for 12 meta-steps; beside that, the search goes on for 64 more trials, which takes about as long. A trial, as
+hypergradients for 12 meta-steps; beside that, the search goes on for 32 more trials, which takes about as long. A trial, as
 a meta-step, is three trainings at once. The mixture takes steps of momentum, Adam and Muon, each of one size, and learns how
 much of each it takes at each step.
 
-All is done again for each seed. What is compared is the loss on test data of three trainings that no choice has seen.
+All is done again for each seed. What is compared is the loss on test data of three trainings that no choice has seen. What is
+finished lies in the folder laps, and is not done again by the next call.
 """
 
 import dataclasses
 import functools
+import json
 import pathlib
 import time
 from collections.abc import Callable
@@ -27,7 +29,7 @@ from jax import Array
 
 import hypergrad as hg
 from experiments import _optimizer_race_plots, _plots, _record
-from experiments._race_rules import CONTESTANTS, PARTS, Contestant, Point, drawn, learnable, scheduled
+from experiments._race_rules import CONTESTANTS, PARTS, RATES, Contestant, Point, drawn, learnable, scheduled
 from experiments._race_tasks import TASKS, Task
 from experiments._record import Row
 
@@ -39,7 +41,7 @@ class Config:
     seeds: int = 3
     steps: int = 200
     trials: int = 16
-    more_trials: int = 64
+    more_trials: int = 32
     trainings: int = 3  # of a trial and of a meta-step
     meta_steps: int = 12
     meta_learning_rate: float = 0.1
@@ -134,6 +136,19 @@ def _row(points: Point, i: int) -> Point:
     return jax.tree.map(lambda x: x[i], points)
 
 
+def _finished(path: pathlib.Path, run: Callable[[], Lap]) -> Lap:
+    """The lap that is in the file, or else is run and put there."""
+    if not path.exists():
+        lap = run()
+        values = {name: np.asarray(getattr(x, "values", x)).tolist() for name, x in lap.hypers.items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        losses = {way: x.tolist() for way, x in lap.losses.items()}
+        path.write_text(json.dumps({"losses": losses, "seconds": lap.seconds, "hypers": values}))
+    found = json.loads(path.read_text())
+    hypers = {name: hg.PerStep(jnp.asarray(x)) if name in RATES else jnp.asarray(x) for name, x in found["hypers"].items()}
+    return Lap({way: np.asarray(x) for way, x in found["losses"].items()}, found["seconds"], hypers)
+
+
 def main(config: Config) -> dict[str, Any]:
     begin = time.perf_counter()
     config = config.shrunk() if config.tiny else config
@@ -145,7 +160,7 @@ def main(config: Config) -> dict[str, Any]:
             race = Race(config, task, CONTESTANTS[rule])
             laps[name][rule] = []
             for seed in range(config.seeds):
-                lap = race.run(seed)
+                lap = _finished(config.out / "laps" / f"{name}, {rule}, {seed}.json", lambda: race.run(seed))  # noqa: B023
                 laps[name][rule].append(lap)
                 shown = ", ".join(f"{way} {losses[1]:.4f}" for way, losses in lap.losses.items())
                 times = ", ".join(f"{what} {s:.1f} s" for what, s in lap.seconds.items())
