@@ -8,8 +8,8 @@ hypergradients for 12 meta-steps; beside that, the search goes on for 32 more tr
 a meta-step, is three trainings at once. The mixture takes steps of momentum, Adam and Muon, each of one size, and learns how
 much of each it takes at each step.
 
-All is done again for each seed. What is compared is the loss on test data of three trainings that no choice has seen. What is
-finished lies in the folder laps, and is not done again by the next call.
+All is done again for each seed. What is compared is the loss on test data of three trainings that no choice has seen.
+What is finished lies in the folder laps, and is not done again by the next call.
 """
 
 import dataclasses

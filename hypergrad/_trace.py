@@ -18,6 +18,7 @@ from jax.extend.core import Jaxpr
 from hypergrad import _door as door
 from hypergrad import _programs as programs
 from hypergrad._closures import name_in, name_of
+from hypergrad._lapack import warn_of_batches
 from hypergrad._own_rules import is_float, own_rule
 from hypergrad._program_keys import Key, array_key, equations
 from hypergrad._programs import Program
@@ -76,6 +77,7 @@ def trace(
 
     arguments = leaves, theta_floats, theta_others, batch.out
     program, of_loss = programs.trace(value, *arguments)
+    warn_of_batches(program.jaxpr, "the loss")
     captured = tuple(isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact) for x in of_loss)
     of_signals: Signals | None = None
     held_by_signals: list[Any] = []

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hypergrad._eigh import eigh
+from hypergrad._lapack import eigh
 from hypergrad._program_keys import equations
 from hypergrad.optimizers.roots import eigenvectors, inverse_power, inverse_root
 
