@@ -20,7 +20,8 @@ from experiments import _record
 
 ORDER = (
     "toy_valley", "learning_rate_schedules", "schedule_gradient", "per_weight_penalty", "learned_training_set",
-    "architecture_sharing", "chaos", "initial_weights", "memory", "adam_schedules", "gradient_links", "language_model",
+    "architecture_sharing", "chaos", "initial_weights", "memory", "adam_schedules", "gradient_links", "optimizer_race",
+    "language_model",
 )  # fmt: skip
 
 INTRODUCTION = (

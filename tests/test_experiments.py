@@ -17,6 +17,7 @@ from experiments import (
     language_model,
     learning_rate_schedules,
     memory,
+    optimizer_race,
     quickstart,
     report,
     schedule_gradient,
@@ -69,7 +70,17 @@ def test_adam_beside_optax_in_short():
 
 @pytest.mark.parametrize(
     "experiment",
-    [toy_valley, learning_rate_schedules, schedule_gradient, chaos, memory, adam_schedules, gradient_links, language_model],
+    [
+        toy_valley,
+        learning_rate_schedules,
+        schedule_gradient,
+        chaos,
+        memory,
+        adam_schedules,
+        gradient_links,
+        language_model,
+        optimizer_race,
+    ],
     ids=lambda m: m.__name__[12:],
 )
 def test_the_page_runs_in_miniature_and_is_reported(experiment, tmp_path, capsys):
