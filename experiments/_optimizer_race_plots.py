@@ -38,7 +38,7 @@ def _losses(laps: Any) -> Any:
         ax.set_yticks(range(len(of)), list(of))
         ax.invert_yaxis()
         ax.set(title=task, xlabel="test loss (nats)")
-    grid[0].legend(fontsize=7)
+    grid[0].legend(fontsize=7, loc="lower right")
     return figure
 
 
