@@ -14,7 +14,6 @@ from jax.test_util import check_grads
 from problems import network
 
 import hypergrad as hg
-from hypergrad.optimizers.chain import Link, Optimizer
 
 
 STEPS = 12
@@ -251,55 +250,3 @@ def test_the_root_that_shampoo_takes_has_its_derivative() -> None:
 
 def test_an_increment_may_read_the_old_value_of_a_link_after_it() -> None:
     hg.testing.check_optimizer(Change(0.1))
-
-
-STILL = Link("params", lambda h, z: h.learning_rate * z.velocity)
-LEAK = Link("velocity", lambda h, z, g: -g, decay="momentum")
-
-
-def chained(*links: Link) -> type[Optimizer]:
-    return type("Rule", (hg.SGD,), {"__module__": __name__, "__annotations__": {}, "chain": links, "linear": False})
-
-
-@pytest.mark.parametrize(
-    ("links", "message"),
-    [
-        ((LEAK,), "the last called `params`; got \\['velocity'\\]"),
-        ((STILL, LEAK), "the last called `params`"),
-        ((LEAK, LEAK, STILL), "different names"),
-        (
-            (LEAK, STILL._replace(increment=lambda h: -h.learning_rate)),
-            "increment of the link `params` must take \\(h, z\\)",
-        ),
-        ((LEAK._replace(denominator=1000), STILL), "link `velocity`: denominator must be a power of two .* got 1000"),
-        ((LEAK._replace(denominator=2**25), STILL), "from 2\\^12 to 2\\^24"),
-    ],
-)
-def test_chains_that_cannot_be_reversed_are_refused(links: tuple[Link, ...], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        chained(*links)
-
-
-@pytest.mark.parametrize(
-    ("links", "message"),
-    [
-        ((STILL,), "plain SGD would: that step has no explicit inverse. Use momentum"),
-        ((LEAK, STILL._replace(increment=lambda h, z, g: -g)), "`params` must take \\(h, z\\), not the gradient"),
-    ],
-)
-def test_chains_without_inverse_are_refused_where_they_are_used(links: tuple[Link, ...], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        trained(chained(*links)(0.1, 0.9))
-
-
-@pytest.mark.parametrize(
-    ("links", "message"),
-    [
-        ((LEAK._replace(increment=lambda h, z, g: -z.velocity * g), STILL), "`velocity` reads `velocity`, .* own value"),
-        ((LEAK, STILL._replace(increment=lambda h, z: z.params)), "`params` reads `params`, .*it has: velocity"),
-        ((LEAK._replace(increment=lambda h, z, g: h.rate * g), STILL), "`velocity` reads `rate`, .* learning_rate, mom"),
-    ],
-)
-def test_an_increment_that_reads_what_it_may_not_says_why(links: tuple[Link, ...], message: str) -> None:
-    with pytest.raises(AttributeError, match=message):
-        trained(chained(*links)(0.1, 0.9))

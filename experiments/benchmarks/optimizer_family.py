@@ -273,10 +273,8 @@ def main() -> None:
     print(f"{'':18s} {'exact':>6s} {'vmap':>6s} {' '.join(columns)}")
     task = Images(arguments.data, arguments.steps)
     for name in arguments.only:
-        begin = time.perf_counter()
-        proof = reversal(name, task)
-        seconds = time.perf_counter() - begin
-        mapped = seeds_come_back(name, task)
+        begin, proof = time.perf_counter(), reversal(name, task)
+        seconds, mapped = time.perf_counter() - begin, seeds_come_back(name, task)
         ideal = proof.ideal_bits_per_parameter_step
         columns = [
             f"{bits:9.5f} {bits / ideal - 1:9.2%}"
