@@ -1,75 +1,156 @@
-"""Batches of matrices on a CPU, where they may wait for each other.
+"""Batches of matrices on a CPU, one matrix after the other.
 
-jaxlib (0.10.2) divides a batch of factorizations among the threads that run the program, and waits for them. Where as many
-batches are computed at a time as there are threads, two on two cores, all wait and none works: the program never ends.
+jaxlib (0.10.2) divides a batch of factorizations, or of triangular systems, among the threads that run the program, and
+waits for them. Where as many batches are computed at a time as there are threads, two on two cores, all wait and none works:
+the program never ends.
+
+Invariant: of what a run computes, no large batch is left to jaxlib, under `jax.vmap` and in derivatives neither. What a
+derivative rule of the user's computes is not seen here.
 """
 
+import functools
 import math
-import os
-import warnings
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, primitives
+from jax.interpreters import ad, batching, mlir
 
-from hypergrad._program_keys import equations
-
-
-_DIVIDED = ("cholesky", "eigh", "lu", "qr")  # primitives that were seen to wait
-_LARGE = 100_000  # a batch times the cube of a side; 65,000 is computed by one thread, 500,000 by several
+from hypergrad._program_keys import programs_in
 
 
-def warn_of_batches(jaxpr: Jaxpr, what: str) -> None:
-    """Where what a step computes may wait for itself: its gradient, and once more for the derivative."""
+_DIVIDED = {
+    primitives.cholesky_p, primitives.eigh_p, primitives.householder_product_p, primitives.lu_p, primitives.qr_p,
+    primitives.svd_p, primitives.triangular_solve_p,
+}  # fmt: skip
+_RULED = primitives.custom_jvp_call_p  # as `jnp.linalg.slogdet`, whose rule solves
+_LARGE = 60_000  # a batch times the cube of a side: 65,000 is computed by one thread, 500,000 by several
+
+# alone: a program of one equation, one of those or a function that has one and a derivative rule. All that JAX does with
+# the primitive is done with this program, and rewritten.
+_one_by_one = Primitive("hypergrad_one_by_one")
+_one_by_one.multiple_results = True
+
+
+def divided(jaxpr: Jaxpr) -> bool:
+    """Whether the program has one that is left to jaxlib."""
+    inside = lambda e: e.primitive is not _one_by_one and any(map(divided, programs_in(tuple(e.params.values()))))  # noqa: E731
+    return any(e.primitive in _DIVIDED or inside(e) for e in jaxpr.eqns)
+
+
+def one_by_one(jaxpr: Jaxpr) -> Jaxpr:
+    """A program that computes the same, one matrix after the other where a batch is large."""
     if jax.default_backend() != "cpu":
-        return
-    found = [
-        e.primitive.name for e in equations(jaxpr) if e.primitive.name in _DIVIDED and _is_large(e.invars[0].aval.shape)
-    ]
-    threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
-    if found and 2 * len(found) >= threads:
-        warnings.warn(
-            f"{what} factorizes batches of matrices ({', '.join(sorted(set(found)))}). On a CPU, jaxlib divides a batch "
-            f"among the threads that run the program, of which there are {threads} here, and waits for them: if all of "
-            "them wait, training never ends. Give it more threads, by the environment variable NPROC=16 before JAX "
-            "starts, or factorize one matrix after the other, by jax.lax.map.",
-            stacklevel=2,
-        )
+        return jaxpr
+    found = [_equation(e, jaxpr) for e in jaxpr.eqns]
+    return jaxpr if _same(found, jaxpr.eqns) else jaxpr.replace(eqns=found)
 
 
-def _is_large(shape: tuple[int, ...]) -> bool:
-    batch = math.prod(shape[:-2])
-    return batch > 1 and batch * max(shape[-2:]) ** 3 > _LARGE
+def _equation(e: Any, jaxpr: Jaxpr) -> Any:
+    if e.primitive in _DIVIDED or (e.primitive is _RULED and divided(e.params["call_jaxpr"].jaxpr)):
+        variables = list(dict.fromkeys(x for x in e.invars if not isinstance(x, Literal)))
+        alone = jaxpr.replace(constvars=[], invars=variables, eqns=[e], outvars=e.outvars)
+        return e.replace(primitive=_one_by_one, invars=variables, params={"alone": alone})
+    if e.primitive.name == "shard_map":  # a program for each device
+        return e
+    found = [_inside(x) for x in e.params.values()]
+    return e if _same(found, e.params.values()) else e.replace(params=dict(zip(e.params, found, strict=True)))
 
 
-@jax.custom_batching.sequential_vmap
-def _of_one(a: Array) -> tuple[Array, Array]:
-    w, q = jnp.linalg.eigh(a, symmetrize_input=False)
-    return w, q
+def _inside(value: Any) -> Any:
+    """The same for the programs that a parameter of an equation holds."""
+    if isinstance(value, ClosedJaxpr):
+        inner = one_by_one(value.jaxpr)
+        return value if inner is value.jaxpr else value.replace(jaxpr=inner)
+    if isinstance(value, Jaxpr):
+        return one_by_one(value)
+    if isinstance(value, tuple):
+        found = [_inside(x) for x in value]
+        return value if _same(found, value) else type(value)(*found) if hasattr(value, "_fields") else tuple(found)
+    return value
 
 
-@jax.custom_jvp
+def _same(found: list[Any], given: Any) -> bool:
+    return all(x is y for x, y in zip(found, given, strict=True))
+
+
+def sequentially(function: Callable[..., Any]) -> Callable[..., Any]:
+    """function, its batches one matrix after the other."""
+
+    def wrapped(*args: Any) -> Any:
+        closed, out = jax.make_jaxpr(lambda *a: function(*a), return_shape=True)(*args)
+        found = jax.core.eval_jaxpr(one_by_one(closed.jaxpr), closed.consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out), found)
+
+    return wrapped
+
+
+def _plain(alone: Jaxpr, *arrays: Array) -> list[Array]:
+    return jax.core.eval_jaxpr(alone, [], *arrays)
+
+
+def _each(*arrays: Array, alone: Jaxpr) -> list[Array]:
+    (e,) = alone.eqns
+    if e.primitive is _RULED:  # what it computes, without the rule
+        inner, given = e.params["call_jaxpr"], dict(zip(alone.invars, arrays, strict=True))
+        arguments = [x.val if isinstance(x, Literal) else given[x] for x in e.invars]
+        return jax.core.eval_jaxpr(one_by_one(inner.jaxpr), inner.consts, *arguments)
+    lead = arrays[0].shape[:-2]
+    batch = math.prod(lead)
+    side = max(side for x in arrays for side in x.shape[len(lead) :])
+    if batch == 1 or batch * side**3 <= _LARGE:
+        return _plain(alone, *arrays)
+    flat = [x.reshape(batch, *x.shape[len(lead) :]) for x in arrays]
+    found = jax.lax.map(lambda xs: _plain(alone, *xs), flat)
+    return [x.reshape(*lead, *x.shape[1:]) for x in found]
+
+
+def _derivative(primals: Any, tangents: Any, alone: Jaxpr) -> Any:
+    moved = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+
+    def rule(primals: Any, along: list[Array]) -> Any:
+        function = lambda *moving: _plain(alone, *_filled(primals, moved, moving))  # noqa: E731
+        return jax.jvp(function, [primals[i] for i in moved], along)
+
+    return sequentially(rule)(primals, [tangents[i] for i in moved])
+
+
+def _transpose(cotangents: Any, *args: Any, alone: Jaxpr) -> list[Any]:
+    linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
+    known = [None if i in linear else x for i, x in enumerate(args)]
+
+    def rule(cotangents: Any, known: Any) -> Any:
+        function = lambda *moving: _plain(alone, *_filled(known, linear, moving))  # noqa: E731
+        return jax.linear_transpose(function, *(args[i].aval for i in linear))(cotangents)
+
+    return _filled([None] * len(args), linear, sequentially(rule)(cotangents, known))
+
+
+def _filled(values: Any, places: list[int], others: Any) -> list[Any]:
+    given = dict(zip(places, others, strict=True))
+    return [given.get(i, x) for i, x in enumerate(values)]
+
+
+def _batched(arrays: Any, axes: Any, alone: Jaxpr) -> Any:
+    found = sequentially(jax.vmap(functools.partial(_plain, alone), in_axes=tuple(axes)))(*arrays)
+    return found, [0] * len(found)
+
+
+_one_by_one.def_abstract_eval(lambda *_, alone: [x.aval for x in alone.outvars])
+_one_by_one.def_impl(_each)
+ad.primitive_jvps[_one_by_one] = _derivative
+ad.primitive_transposes[_one_by_one] = _transpose
+batching.primitive_batchers[_one_by_one] = _batched
+mlir.register_lowering(_one_by_one, mlir.lower_fun(_each, multiple_results=True))
+
+
 def eigh(a: Array) -> tuple[Array, Array]:
     """(w, Q) of symmetric A = Q diag(w) Q^T, w ascending: [.., n, n] -> [.., n], [.., n, n].
 
-    One matrix after the other on a CPU, under `jax.vmap` too. dw = diag(Q^T dA Q) and dQ = Q (F * (Q^T dA Q)) with F_ij =
-    1 / (w_j - w_i), F_ii = 0: infinite where eigenvalues are equal, as eigenvectors are not determined there.
+    One matrix after the other on a CPU, under `jax.vmap` too.
     """
-    if jax.default_backend() != "cpu":
-        w, q = jnp.linalg.eigh(a, symmetrize_input=False)
-        return w, q
-    if a.ndim == 2:
-        return _of_one(a)
-    w, q = jax.lax.map(_of_one, a.reshape(-1, *a.shape[-2:]))
-    return w.reshape(a.shape[:-1]), q.reshape(a.shape)
-
-
-@eigh.defjvp
-def _eigh_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    w, q = eigh(primals[0])
-    inner = q.mT @ ((tangents[0] + tangents[0].mT) / 2) @ q
-    gaps = w[..., None, :] - w[..., :, None]
-    own = jnp.eye(w.shape[-1], dtype=bool)
-    slopes = jnp.where(own, 0, 1 / jnp.where(own, 1, gaps))
-    return (w, q), (jnp.diagonal(inner, axis1=-2, axis2=-1), q @ (slopes * inner))
+    w, q = sequentially(functools.partial(jnp.linalg.eigh, symmetrize_input=False))(a)
+    return w, q

@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr
 from hypergrad import _door as door
 from hypergrad import _programs as programs
 from hypergrad._closures import name_in, name_of
-from hypergrad._lapack import warn_of_batches
+from hypergrad._lapack import one_by_one
 from hypergrad._own_rules import is_float, own_rule
 from hypergrad._program_keys import Key, array_key, equations
 from hypergrad._programs import Program
@@ -77,7 +77,6 @@ def trace(
 
     arguments = leaves, theta_floats, theta_others, batch.out
     program, of_loss = programs.trace(value, *arguments)
-    warn_of_batches(program.jaxpr, "the loss")
     captured = tuple(isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact) for x in of_loss)
     of_signals: Signals | None = None
     held_by_signals: list[Any] = []
@@ -85,7 +84,7 @@ def trace(
         of_signals, held_by_signals = _signals(more, (*arguments, _KEY), tuple(signals), of_loss, captured)
     functions = Functions(
         batch,
-        program,
+        Program(one_by_one(program.jaxpr), program.key, program.out),
         captured,
         _rules(loss, program, of_loss, arguments),
         symmetric=_symmetric(program.jaxpr),
@@ -127,7 +126,7 @@ def _signals(
                 "a signal of the optimizer reads a traced value from outside, whose derivative would be lost. Make it a "
                 "part of theta, or of the parameters."
             )
-    return Signals(names, program, tuple(places)), rest
+    return Signals(names, Program(one_by_one(program.jaxpr), program.key, program.out), tuple(places)), rest
 
 
 def _split(tree: Any, chosen: Callable[[Any], bool]) -> tuple[tuple[list[Any], list[Any]], Callable[..., Any]]:

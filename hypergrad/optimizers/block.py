@@ -18,6 +18,7 @@ from jax import Array
 from jax.extend.core import Jaxpr
 
 from hypergrad._isolation import only_products
+from hypergrad._lapack import sequentially
 from hypergrad.exact import DEFERRED, DEFERRED_REFERENCE, HEADS, REFERENCE, Buffer, default_fraction_bits, known_numerator
 from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link, View
 from hypergrad.optimizers.expand import Field, Hypers, compute_dtype, concrete
@@ -78,9 +79,13 @@ class Block:
 
     def increment(self, link: Link, h: Hypers, z: Floats, g: Array | None) -> Array:
         """A pure function of floats, differentiated by every adjoint."""
-        assert link.increment is not None
-        args = (View(h, link.name), View(z, link.name))
-        return link.increment(*args) if link.name == PARAMS else link.increment(*args, g)
+        rule, signal = link.increment, () if link.name == PARAMS else (g,)
+        assert rule is not None
+
+        def function(h: Hypers, z: Floats, *signal: Any) -> Array:
+            return rule(View(h, link.name), View(z, link.name), *signal)
+
+        return function(h, z, *signal) if self.entrywise else sequentially(function)(h, z, *signal)
 
     def traced(self, link: Link, h: Hypers, z: Floats) -> Jaxpr:
         """The increment of a link as a program of the leaves of (h, what it may read, g)."""
