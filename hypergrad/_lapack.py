@@ -54,7 +54,7 @@ def _equation(e: Any, jaxpr: Jaxpr) -> Any:
         variables = list(dict.fromkeys(x for x in e.invars if not isinstance(x, Literal)))
         alone = jaxpr.replace(constvars=[], invars=variables, eqns=[e], outvars=e.outvars)
         return e.replace(primitive=_one_by_one, invars=variables, params={"alone": alone})
-    if e.primitive.name == "shard_map":  # a program for each device
+    if e.primitive is _one_by_one or e.primitive.name == "shard_map":  # the second: a program for each device
         return e
     found = [_inside(x) for x in e.params.values()]
     return e if _same(found, e.params.values()) else e.replace(params=dict(zip(e.params, found, strict=True)))

@@ -65,6 +65,13 @@ def test_under_vmap_too() -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12), ours, theirs)
 
 
+def test_twice_is_once() -> None:
+    """A rule of the library's goes one by one by itself, and again as part of a block."""
+    a = jnp.asarray(A)
+    once, twice = jax.jit(sequentially(jnp.linalg.eigh)), jax.jit(sequentially(sequentially(jnp.linalg.eigh)))
+    jax.tree.map(np.testing.assert_array_equal, once(a), twice(a))
+
+
 @pytest.mark.parametrize(("batch", "calls"), [(2, 1), (3, 3)])
 def test_small_batches_stay_whole(batch: int, calls: int) -> None:
     """30 cubed is 27,000: two of them are computed by one thread."""
