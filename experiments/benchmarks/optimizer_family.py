@@ -82,7 +82,7 @@ DYADIC = {
     "RMSProp": hg.RMSProp(2.0**-7, 0.875, 0.875, 2.0**-7),
     "Adagrad": hg.Adagrad(2.0**-7, 0.875, 2.0**-7),
     "AdEMAMix": hg.AdEMAMix(2.0**-7, 0.875, 1 - 2.0**-5, 2.0**-7, 2.0**-3, 1 - 2.0**-7, 2.0),
-    "ADOPT": hg.ADOPT(2.0**-7, 0.875, 1 - 2.0**-5, 2.0**-7, 2.0**-3),
+    "ADOPT": hg.ADOPT(2.0**-7, 0.875, 1 - 2.0**-5, 0.5, 2.0**-3),
     "Sophia": hg.Sophia(2.0**-7, 0.875, 1 - 2.0**-5, 1.0, 2.0**-3, 2.0**-3),
     "SophiaG": hg.SophiaG(2.0**-7, 0.875, 1 - 2.0**-5, 1.0, 2.0**-3, 2.0**-3),
     "Lion": hg.Lion(2.0**-7, 0.875, 1 - 2.0**-5, 2.0**-3, temperature=0.25),
@@ -123,8 +123,9 @@ def reversal(name: str, task: Images) -> hg.Certificate:
     return hg.check_reversal(task.loss, start, FAMILY[name].ours, task.batches(), steps=task.steps)
 
 
-def seeds_come_back(name: str, task: Images, seeds: int = 2) -> bool:
-    """Whether the certificate holds for each of the hypergradients under `jax.vmap` in `jax.jit`."""
+def seeds_come_back(name: str, task: Images, seeds: int = 2) -> str:
+    """Whether the certificate holds for each of the hypergradients under `jax.vmap` in `jax.jit`; and if they are finite,
+    which they need not be where the loss has come to zero and the step of a rule still has a size."""
     batches = task.batches()
 
     def end(optimizer: Any, start: Any) -> Array:
@@ -135,13 +136,15 @@ def seeds_come_back(name: str, task: Images, seeds: int = 2) -> bool:
     rule = jax.tree.map(jnp.float32, FAMILY[name].ours)
     try:
         found = jax.jit(jax.vmap(jax.grad(end), (None, 0)), compiler_options=hg.compiler_options())(rule, starts)
-        return all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(jax.block_until_ready(found)))
+        finite = all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(jax.block_until_ready(found)))
+        return "True" if finite else "True, inf"
     except hg.ReversalError:
-        return False
+        return "False"
 
 
 def hypergradient_errors(name: str, steps: int = 40) -> tuple[float, float]:
-    """Largest relative errors over all hyperparameters: against `hg.Unrolled`, and against differences."""
+    """Largest relative errors over all hyperparameters: against `hg.Unrolled`, and against differences, the best of five
+    steps: a kink, as of a clip, within one spoils it, and so does a decay off its grid. Where both are zero: 0."""
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         params = {"a": jnp.asarray(rng.normal(size=(6, 5))), "b": jnp.asarray(rng.normal(size=(5, 3)))}
@@ -159,10 +162,12 @@ def hypergradient_errors(name: str, steps: int = 40) -> tuple[float, float]:
         f = jax.jit(objective)
         errors = []
         for (field, value), gradient in zip(optimizer.hyperparameters().items(), reversed_, strict=True):
-            step = min(float(value), float(1 - value)) / 8
-            difference = _difference(lambda v, field=field: f(_with(optimizer, field, v)), value, step)
-            errors.append(abs(difference / float(gradient) - 1))
-        return max(float(abs(a / b - 1)) for a, b in zip(reversed_, unrolled, strict=True)), max(errors)
+            along = lambda v, field=field: f(_with(optimizer, field, v))  # noqa: E731
+            room = min(float(value), float(1 - value)) if value < 1 else float(value)
+            found = [_difference(along, value, room / parts) for parts in (2, 8, 64, 512, 4096)]
+            errors.append(min(abs(x - float(gradient)) for x in found) / (abs(float(gradient)) or 1))
+        other = [float(abs(a - b) / jnp.where(b == 0, 1, abs(b))) for a, b in zip(reversed_, unrolled, strict=True)]
+        return max(other), max(errors)
 
 
 def _difference(f: Callable[[Array], Array], x: Array, step: float) -> float:
@@ -177,7 +182,7 @@ def _with(optimizer: Any, field: str, value: Any) -> Any:
 
 def _squares(w: Any, _: Any, batch: Any) -> Array:
     x, y = batch
-    return jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"] - y) ** 2)
+    return jnp.mean(hg.curvature.likelihood("squared_error", jnp.tanh(x @ w["a"]) @ w["b"], y))
 
 
 SMALL = 1e-5  # below it a root mean square of gradients counts as small
@@ -270,7 +275,7 @@ def main() -> None:
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
     print(f"\n{arguments.steps} steps on {arguments.data} and back, bits per parameter and step")
     columns = [f"{x:>9s}" for x in ("theory", "stored", "excess", "content", "excess", "seconds")]
-    print(f"{'':18s} {'exact':>6s} {'vmap':>6s} {' '.join(columns)}")
+    print(f"{'':18s} {'exact':>6s} {'vmap':>9s} {' '.join(columns)}")
     task = Images(arguments.data, arguments.steps)
     for name in arguments.only:
         begin, proof = time.perf_counter(), reversal(name, task)
@@ -280,7 +285,7 @@ def main() -> None:
             f"{bits:9.5f} {bits / ideal - 1:9.2%}"
             for bits in (proof.bits_per_parameter_step, proof.content_bits_per_parameter_step)
         ]
-        print(f"{name:18s} {proof.exact!s:>6s} {mapped!s:>6s} {ideal:9.5f} {' '.join(columns)} {seconds:9.1f}", flush=True)
+        print(f"{name:18s} {proof.exact!s:>6s} {mapped:>9s} {ideal:9.5f} {' '.join(columns)} {seconds:9.1f}", flush=True)
     print(f"\nhypergradients in float64, largest relative error\n{'':18s} {'Unrolled':>9s} {'differences':>12s}")
     for name in (name for name in arguments.only if name in DYADIC):
         print("{:18s} {:9.1e} {:12.1e}".format(name, *hypergradient_errors(name)), flush=True)

@@ -1,0 +1,127 @@
+"""Each rule beside its reference, from the same start on the same batches: losses of three networks.
+
+    python -m experiments.benchmarks.references [--steps 1000] [--data mnist] [--only Muon SOAP]
+
+References are optax's, and for rules that it does not have, plain ones from the papers (`reference_rules`), both with decays
+as they are rounded here. Rules with a gradient link have one of 16 bits: what is 2^-16 of it then is not in the originals,
+nor is what the link of held roots keeps of the roots before. Largest |ours - theirs| / theirs of the training losses of all
+steps, float64, where the grid alone differs, and float32, where rounding does too; the last column is what float32 makes of
+the reference itself, whose first parameters are moved by a rounding.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+from jax import Array
+
+import hypergrad as hg
+from experiments import _data, _models
+from experiments.benchmarks import reference_rules
+from experiments.benchmarks.optimizer_family import FAMILY, Member, fine, rounded
+
+
+NETWORKS: dict[str, tuple[int, ...]] = {"softmax regression": (), "two layers": (64, 64), "four layers": (32, 32, 32, 32)}
+BITS = 16
+REST = 1e-3  # the rate of all that is no matrix
+
+
+def beside_adamw(rule: Any) -> Any:
+    labels = lambda w: jax.tree.map(lambda x: "matrix" if x.ndim == 2 else "rest", w)  # noqa: E731
+    return hg.partition({"matrix": rule, "rest": hg.AdamW(REST, weight_decay=0.0)}, labels)
+
+
+def of_matrices(rule: Any, theirs: Callable[[Any], optax.GradientTransformation]) -> Member:
+    return Member(beside_adamw(rule), lambda r: reference_rules.beside_adamw(theirs(r), REST, r(0.9), r(0.999)))
+
+
+REFERENCES = {name: FAMILY[name] for name in ("SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad", "ADOPT")} | {
+    "AdEMAMix": Member(
+        hg.AdEMAMix(1e-3), lambda r: optax.contrib.ademamix(1e-3, r(0.9), r(0.999), fine(0.9999), weight_decay=0.0)
+    ),
+    "Lion": FAMILY["Lion"],
+    "LARS": Member(hg.LARS(0.1, 0.9, 1e-3, 0.01), lambda r: optax.lars(0.1, 1e-3, trust_coefficient=0.01, momentum=r(0.9))),
+    "LAMB": Member(
+        hg.LAMB(1e-3, weight_decay=1e-3, bits=BITS), lambda r: optax.lamb(1e-3, r(0.9), r(0.999), weight_decay=1e-3)
+    ),
+    "Nesterov": Member(hg.Nesterov(0.05, bits=BITS), FAMILY["Nesterov"].theirs),
+    "NAdamW": Member(hg.NAdamW(1e-3, weight_decay=0.0, bits=BITS), FAMILY["NAdamW"].theirs),
+    "ScheduleFreeAdamW": Member(hg.ScheduleFreeAdamW(1e-3, bits=BITS), FAMILY["ScheduleFreeAdamW"].theirs),
+    "Muon": Member(
+        hg.muon_with_adamw(0.002, adam_learning_rate=REST),
+        lambda r: optax.contrib.muon(
+            0.002, beta=r(0.95), nesterov=False, adam_b1=r(0.9), adam_b2=r(0.999), adam_learning_rate=REST
+        ),
+    ),
+    "Muon, Nesterov": of_matrices(
+        hg.Muon(0.002, nesterov=True, bits=BITS), lambda r: reference_rules.nesterov_muon(0.002, r(0.95))
+    ),
+    "NorMuon": of_matrices(hg.NorMuon(0.002), lambda r: reference_rules.normuon(0.002, r(0.95), r(0.95))),
+    "Shampoo, k = 10": of_matrices(
+        hg.Shampoo(0.01, every=10, graft="adam"), lambda r: reference_rules.shampoo(0.01, r(0.9), r(0.999))
+    ),
+    "SOAP, k = 10": of_matrices(hg.SOAP(1e-3), lambda r: reference_rules.soap(1e-3, r(0.95), r(0.95), r(0.95))),
+}
+
+
+def loss(w: Any, _: Any, batch: Any) -> Array:
+    return _models.cross_entropy(w, *batch)
+
+
+def by_optax(rule: optax.GradientTransformation, params: Any, batches: Any, steps: int) -> Array:
+    """Losses: [steps]"""
+
+    def step(carry: Any, t: Array) -> Any:
+        w, state = carry
+        value, g = jax.value_and_grad(loss)(w, None, batches(t))
+        updates, state = rule.update(g, state, w)
+        return (optax.apply_updates(w, updates), state), value
+
+    start = params, rule.init(params)
+    return jax.jit(lambda: jax.lax.scan(step, start, jnp.arange(steps, dtype=jnp.int32))[1])()
+
+
+def differences(member: Member, data: _data.Data, hidden: tuple[int, ...], steps: int, dtype: Any) -> tuple[float, ...]:
+    """Largest relative differences of the losses: ours beside the reference, and that beside itself from a start that is
+    moved by a rounding."""
+    with jax.enable_x64(dtype == jnp.float64):
+        x, y = jnp.asarray(data.train.x, dtype), jnp.asarray(data.train.y)
+        sizes = (x.shape[1], *hidden, 10)
+        scale = {f"layer_{i + 1}": {"weights": n**-0.5, "biases": 0.0} for i, n in enumerate(sizes[:-1])}
+        params = jax.tree.map(lambda w: w.astype(dtype), _models.init_mlp(jax.random.key(0), sizes, scale))
+        batches = hg.minibatches((x, y), 100, jax.random.key(1))
+        ours = jax.tree.map(lambda a: jnp.asarray(a, dtype), member.ours)
+        assert member.theirs is not None
+        rule = member.theirs(rounded)
+        run = jax.jit(lambda: hg.train(loss, params, ours, batches, steps=steps).losses)()
+        theirs = by_optax(rule, params, batches, steps)
+        moved = by_optax(rule, jax.tree.map(lambda w: w * (1 + jnp.finfo(dtype).eps), params), batches, steps)
+        return tuple(float(jnp.max(jnp.abs(x / theirs - 1))) for x in (run, moved))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--data", choices=("digits", "mnist", "fashion_mnist"), default="digits")
+    parser.add_argument("--only", nargs="*", default=list(REFERENCES), choices=list(REFERENCES))
+    arguments = parser.parse_args()
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}; {arguments.steps} steps on {arguments.data}\n")
+    print("| | " + " | ".join(f"{name}, float64 | float32 | reference moved" for name in NETWORKS) + " |")
+    print("| --- |" + " ---: |" * (3 * len(NETWORKS)))
+    data = _data.load(arguments.data, 0)
+    for name in arguments.only:
+        of_network = functools.partial(differences, REFERENCES[name], data)
+        cells: list[float] = []
+        for hidden in NETWORKS.values():
+            wide, narrow = (of_network(hidden, arguments.steps, dtype) for dtype in (jnp.float64, jnp.float32))
+            cells += [wide[0], *narrow]
+        print(f"| {name} | " + " | ".join(f"{x:.1e}" for x in cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
