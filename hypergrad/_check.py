@@ -20,7 +20,7 @@ from hypergrad.errors import OK, Status
 from hypergrad.exact import all_of
 from hypergrad.optimizers.chain import PARAMS
 from hypergrad.run.fingerprints import print_of, state_prints
-from hypergrad.run.forward import Seen, train_step
+from hypergrad.run.forward import Seen, theta_of_step, train_step
 from hypergrad.run.spec import Inputs, Run, by_link, join_steps, schedules, split
 from hypergrad.run.status import Capacity, assess, most_words
 from hypergrad.run.step import Signals, State, final_values, initial_state, matches_initial, unstep
@@ -116,8 +116,9 @@ def _there_and_back(run: Run, capacity: Capacity, inputs: Inputs) -> tuple[_Judg
     plan, first, largest_first = run.outside_loop(_begin, inputs, static=(capacity,))
     constant, stepped = run.outside_loop(split, inputs.h)
     gradient = run.maybe_jit(run.gradient)
-    consts = (constant, inputs.theta, inputs.frozen)
-    xs = (jnp.arange(run.steps, dtype=jnp.int32), stepped, [schedule.entries for schedule in plan])
+    theta, theta_stepped = run.functions.theta.parted(inputs.theta)
+    consts = (constant, theta, inputs.frozen)
+    xs = (jnp.arange(run.steps, dtype=jnp.int32), (stepped, theta_stepped), [schedule.entries for schedule in plan])
 
     def forward(consts: Any, state: State, x: Any) -> Any:
         prints = state_prints(run, state), print_of(run.batch(consts[-1], x[0]))
@@ -126,8 +127,9 @@ def _there_and_back(run: Run, capacity: Capacity, inputs: Inputs) -> tuple[_Judg
 
     def backward(consts: Any, state: State, x: Any) -> Any:
         constant, theta, frozen = consts
-        t, stepped, entries = x
+        t, (stepped, theta_stepped), entries = x
         batch, losses = run.batch(frozen, t), []
+        theta, _ = theta_of_step(run, t, theta, theta_stepped, frozen, batch)
 
         def again(w: list[Array]) -> Signals:
             value, g, statistics = run.isolated_gradient(gradient, t, w, theta, frozen, batch)

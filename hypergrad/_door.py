@@ -24,6 +24,7 @@ from hypergrad.hypers import describe, is_domain
 from hypergrad.optimizers.chain import Optimizer
 from hypergrad.optimizers.expand import concrete
 from hypergrad.optimizers.statistics import Statistics
+from hypergrad.schedules import PerStep, spread
 
 
 _BATCH_CURE = "hg.minibatches(data, batch_size, key), hg.stacked(arrays) (leading axis = step) or hg.full_batch(data)"
@@ -62,6 +63,23 @@ def check_kinds(loss: Any, optimizer: Any, batches: Any, adjoint: Any) -> None:
         raise TypeError(f"`adjoint` must be hg.Reversible(), hg.Unrolled() or hg.Checkpointed(); got {describe(adjoint)}.")
     check_signature("loss(params, theta, batch)", loss, "Without theta write loss(params, _, batch).")
     check_signature("batches(t)", batches, f"t is the step; or take {_BATCH_CURE}.")
+
+
+def theta_by_steps(theta: Any, steps: int) -> tuple[Any, list[bool]]:
+    """(theta as the loss has it, but for the leading axes of what is `PerStep`; of its float leaves, whether it has one)."""
+    theta, is_per_step = spread(theta), lambda x: isinstance(x, PerStep)
+    plain = jax.tree.map(lambda x: x.values if is_per_step(x) else x, theta, is_leaf=is_per_step)
+    marks = jax.tree.map(lambda x: jax.tree.map(lambda _: is_per_step(x), x), theta, is_leaf=is_per_step)
+    flags = []
+    for (path, x), marked in zip(jax.tree_util.tree_leaves_with_path(plain), jax.tree.leaves(marks), strict=True):
+        where = f"theta{jax.tree_util.keystr(path)} is hg.PerStep of"
+        if marked and not eqx.is_inexact_array(x):
+            raise TypeError(f"{where} {describe(x)}; it must be of float arrays. Others are picked by a t in the batch.")
+        if marked and x.shape[:1] != (steps,):
+            raise ValueError(f"{where} shape {x.shape}; its leading axis must be steps={steps}.")
+        if eqx.is_inexact_array(x):
+            flags.append(marked)
+    return plain, flags
 
 
 def reject_domains(name: str, tree: Any) -> None:

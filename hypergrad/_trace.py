@@ -26,6 +26,7 @@ from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import STATISTICS, Signal
 from hypergrad.optimizers.expand import Hypers
 from hypergrad.run.functions import Frozen, Functions, Signals
+from hypergrad.run.reads import StepTheta, reads_of
 from hypergrad.run.spec import Run
 
 
@@ -40,11 +41,18 @@ class Traced(NamedTuple):
 
 
 def trace(
-    loss: Callable[..., Any], params: Any, theta: Any, batches: Any, signals: Mapping[str, Signal] = {}, pair: bool = False
+    loss: Callable[..., Any],
+    params: Any,
+    theta: Any,
+    batches: Any,
+    signals: Mapping[str, Signal] = {},
+    pair: bool = False,
+    steps: int = 1,
 ) -> Traced:
     """Call each function once, under the caller's settings, and see what it computes. pair: whether the loss returns batch
-    statistics, too."""
+    statistics, too. steps: of the run, and of each `PerStep` in theta."""
     leaves, tree = jax.tree.flatten(params)
+    theta, per_step = door.theta_by_steps(theta, steps)
     (theta_floats, theta_others), whole_theta = _split(theta, eqx.is_inexact_array)
     (batch_leaves, _), whole_batches = _split(batches, eqx.is_array)
     rest: list[Any] = []
@@ -75,17 +83,24 @@ def trace(
         found = {name: function(scalar, *as_given(w, *rest), key) for name, function in signals.items()}
         return {name: door.check_signal(name, x, tree, w) for name, x in found.items()}
 
-    arguments = leaves, theta_floats, theta_others, batch.out
+    of_step = [
+        jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if own else x for x, own in zip(theta_floats, per_step, strict=True)
+    ]
+    arguments = leaves, of_step, theta_others, batch.out
     program, of_loss = programs.trace(value, *arguments)
     captured = tuple(isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact) for x in of_loss)
     of_signals: Signals | None = None
     held_by_signals: list[Any] = []
     if signals:
         of_signals, held_by_signals = _signals(more, (*arguments, _KEY), tuple(signals), of_loss, captured)
+    sizes = len(leaves), len(theta_floats), len(theta_others), len(jax.tree.leaves(batch.out))
+    # A signal takes what the loss takes; a step's own leaf is small.
+    found = reads_of(program, sizes, [own or bool(signals) for own in per_step], captured)
     functions = Functions(
         batch,
-        Program(one_by_one(program.jaxpr), program.key, program.out),
+        Program(one_by_one(found.loss.jaxpr), program.key, program.out),
         captured,
+        StepTheta((*per_step, *[False] * sum(captured)), found.reads, found.indices),
         _rules(loss, program, of_loss, arguments),
         symmetric=_symmetric(program.jaxpr),
         narrow=_narrow(program.jaxpr),

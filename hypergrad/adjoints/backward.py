@@ -20,24 +20,30 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.adjoints.cotangents import at_rest, gradient_cotangent, pull_transforms, statistics_cotangent
-from hypergrad.adjoints.link import Cotangents, decayed, decays, plus, undo_link
-from hypergrad.adjoints.second_order import Products, chosen, first_order, products, pulled_signals, pulled_statistics
+from hypergrad.adjoints.link import Cotangents, decayed, decays, plus
+from hypergrad.adjoints.second_order import (
+    Products,
+    accumulator,
+    chosen,
+    first_order,
+    products,
+    pulled_signals,
+    pulled_statistics,
+)
+from hypergrad.adjoints.undo import add_parameters, delayed_links, undo_others, undo_parameters, undo_statistics
 from hypergrad.exact import all_of
-from hypergrad.optimizers.block import Block, Floats
-from hypergrad.optimizers.chain import GRADIENT, PARAMS, STATISTICS, Link
+from hypergrad.optimizers.block import Floats
+from hypergrad.optimizers.chain import GRADIENT, PARAMS, Link
 from hypergrad.optimizers.expand import Hypers
 from hypergrad.run.drivers import Pause
 from hypergrad.run.fingerprints import print_of, state_prints
-from hypergrad.run.forward import Seen, of_span
+from hypergrad.run.forward import Seen, of_span, theta_of_step
+from hypergrad.run.reads import StepTheta
 from hypergrad.run.spec import Inputs, Run, by_link, join_steps, split
 from hypergrad.run.step import (
     Entries,
-    Signals,
     State,
-    increment,
     parameters,
-    replaced,
-    retreat,
     transformed,
     wide_parameters,
 )
@@ -58,7 +64,7 @@ class Given(NamedTuple):
 
     h: list[Hypers]
     entries: Entries
-    theta: list[Array]
+    theta: tuple[list[Array], list[Array]]  # what is the same at all steps, and the step's own
     frozen: Any
     dloss: Array | None
     unit: Array  # the largest cotangent that comes in
@@ -69,6 +75,7 @@ class Undone(NamedTuple):
 
     state: State
     ct: Cotangents  # of the values before the step, up to the decays that are `pending`; of h of this step alone
+    dtheta: list[Array]  # of the step's own of theta
     pending: list[dict[str, Array]]
     seen: Seen
     asymmetry: Array | None
@@ -77,13 +84,12 @@ class Undone(NamedTuple):
 
 def step_vjp(run: Run, pass_: "Pass", t: Array, state: State, ct: Cotangents, given: Given, doubt: Array | None) -> Undone:
     """One step back, and the cotangents through it: the step alone, without a loop."""
-    h, entries, theta, frozen, dloss, unit = given
+    h, entries, whole, frozen, dloss, unit = given
     state, ct = undo_parameters(run, t, state, ct, h, entries)
     w, wide_w = parameters(run, t, state), wide_parameters(run, state)
     batch = run.batch(frozen, t, apart=run.isolate or doubt is not None)
-    second_order = functools.partial(
-        products, run, t, pass_.gradients, w, chosen(pass_.wanted, theta), (theta, frozen, batch)
-    )
+    theta, indices = theta_of_step(run, t, *whole, frozen, batch)
+    second_order = functools.partial(products, run, t, pass_.gradients, w, chosen(pass_.seen, theta), (theta, frozen, batch))
     gradient = lambda: run.isolated_gradient(pass_.gradient, t, w, theta, frozen, batch)  # noqa: E731
     of_parameters = [h[j] for j in run.parameters]
     if run.linear:
@@ -99,106 +105,42 @@ def step_vjp(run: Run, pass_: "Pass", t: Array, state: State, ct: Cotangents, gi
         (value, g, seen), doubt = _either(doubt, t == pass_.last, gradient, (value, g, seen))
     more = run.more_signals(t, w, theta, frozen, batch)
     signals = transformed(run, t, state, h, run.signals(g, seen, more))
-    state, ct, dsignals = undo_others(run, pass_, t, state, ct, h, entries, signals)
+    state, ct, dsignals = undo_others(run, pass_.delayed, t, state, ct, h, entries, signals)
     push = statistics_cotangent(run, state, ct.z, h)
     state, ct = undo_statistics(run, t, state, ct, h, entries, signals)
     u = at_rest([signals[j][GRADIENT] for j in run.parameters], [d[GRADIENT] for d in dsignals], unit)
     if run.transforms:
         dh, dw, u = pull_transforms(run, of_parameters, wide_w, g, u)
-        ct = ct._replace(z=_add_parameters(run, ct.z, dw), h=plus(ct.h[: len(dh)], dh) + ct.h[len(dh) :])
+        ct = ct._replace(z=add_parameters(run, ct.z, dw), h=plus(ct.h[: len(dh)], dh) + ct.h[len(dh) :])
     if not run.linear:
         found, second = second_order(u, dloss=dloss, push=push)
     arguments = w, theta, frozen, batch
     parts = [second]
     if push and run.functions.symmetric:
-        parts.append(pulled_statistics(run, t, pass_.wanted, push, *arguments))
+        parts.append(pulled_statistics(run, t, pass_.seen, push, *arguments))
     if more:
-        parts.append(pulled_signals(run, t, pass_.wanted, dsignals, *arguments))
+        parts.append(pulled_signals(run, t, pass_.seen, dsignals, *arguments))
     if dloss is not None and run.functions.symmetric:
-        parts.append(
-            Products([dloss * x for x in g], [dloss * x.astype(y.dtype) for x, y in zip(found.theta, ct.theta, strict=True)])
-        )
+        parts.append(Products([dloss * x for x in g], [dloss * x.astype(accumulator(x)) for x in found.theta]))
+    dseen = [jnp.zeros(x.shape, accumulator(x)) for x in chosen(pass_.seen, theta)]
     for part in parts:
-        ct = ct._replace(z=_add_parameters(run, ct.z, part.w), theta=plus(ct.theta, part.theta))
+        ct, dseen = ct._replace(z=add_parameters(run, ct.z, part.w)), plus(dseen, part.theta)
+    totals, dtheta = run.functions.theta.added(pass_.wanted, ct.theta, dseen, indices)
+    ct = ct._replace(theta=totals)
     pending = [decays(block, pass_.delayed[j], h[j]) for j, block in enumerate(run.blocks)]
     again = Seen(value, None if run.functions.sure else print_of(batch))
-    return Undone(state, ct, pending, again, second.asymmetry, doubt)
-
-
-def undo_parameters(
-    run: Run, t: Array, state: State, ct: Cotangents, h: list[Hypers], entries: Entries
-) -> tuple[State, Cotangents]:
-    """The link `params` of each block: no signal enters it."""
-    nothing: Signals = [{} for _ in run.blocks]
-    for j in run.parameters:
-        link = run.blocks[j].chain[-1]
-        state, ct, _ = undo_link(run, j, link, t, state, ct, h, entries, nothing)
-        ct = _decay_now(run, j, [link], ct, h)
-    return state, ct
-
-
-def undo_others(
-    run: Run, pass_: "Pass", t: Array, state: State, ct: Cotangents, h: list[Hypers], entries: Entries, signals: Signals
-) -> tuple[State, Cotangents, Signals]:
-    """The other links of each block, last to first; and the cotangents of the signals."""
-    dsignals: Signals = []
-    for j in run.parameters:
-        block = run.blocks[j]
-        own = {name: jnp.zeros_like(x) for name, x in signals[j].items()}
-        for link in reversed(block.chain[:-1]):
-            state, ct, dg = undo_link(run, j, link, t, state, ct, h, entries, signals)
-            if dg is not None:
-                own[link.signal] = plus(own[link.signal], dg)
-            if link not in pass_.delayed[j]:
-                ct = _decay_now(run, j, [link], ct, h)
-        dsignals.append(own)
-    return state, ct, dsignals
-
-
-def undo_statistics(
-    run: Run, t: Array, state: State, ct: Cotangents, h: list[Hypers], entries: Entries, signals: Signals
-) -> tuple[State, Cotangents]:
-    """Their one link each, and the cotangents through it where there are any."""
-    for j in run.statistics:
-        block = run.blocks[j]
-        if ct.z[j]:
-            state, ct, _ = undo_link(run, j, block.chain[0], t, state, ct, h, entries, signals)
-            ct = _decay_now(run, j, block.chain, ct, h)
-            continue
-        update = increment(run, j, block.chain[0], t, state, h, signals)
-        state = replaced(state, j, {STATISTICS: retreat(block, block.chain[0], state[j], h[j], entries[j], update)})
-    return state, ct
-
-
-def _decay_now(run: Run, j: int, links: Any, ct: Cotangents, h: list[Hypers]) -> Cotangents:
-    return ct._replace(z=replaced(ct.z, j, decayed(ct.z[j], decays(run.blocks[j], links, h[j]))))
-
-
-def _add_parameters(run: Run, dz: list[Floats], dw: list[Array]) -> list[Floats]:
-    for j, x in zip(run.parameters, dw, strict=True):
-        dz = replaced(dz, j, {PARAMS: plus(dz[j][PARAMS], x)})
-    return dz
+    return Undone(state, ct, dtheta, pending, again, second.asymmetry, doubt)
 
 
 class Pass(NamedTuple):
     """What all steps of one reverse pass share."""
 
     wanted: tuple[bool, ...]  # which leaves of theta are differentiated
+    seen: tuple[bool, ...]  # the same of what the loss takes of it at a step
     gradients: Any  # `first_order`
     gradient: Callable[..., Any]
     delayed: list[list[Link]]  # of each block, the links whose cotangents decay one step later
     last: int  # the step that is undone first
-
-
-def _delayed(block: Block) -> list[Link]:
-    """Links whose cotangents decay one step later, so that they are stored as the cotangent of the gradient reads them:
-    XLA:CPU would compute them once more for it. But not where a link before reads the old value: what it passes back does
-    not decay."""
-    if not block.of_parameters:
-        return []
-    *others, _ = block.chain
-    before = {k.name for i, _ in enumerate(others) for k in others[i:] if k.name in block.reads[i]}
-    return [link for link in others if link.name not in before]
 
 
 def reverse(
@@ -223,32 +165,39 @@ def reverse(
     """
     first, last = span or (0, run.steps)
     constant, stepped = run.outside_loop(split, inputs.h)
-    own = Pass(wanted, first_order(run, wanted), run.maybe_jit(run.gradient), list(map(_delayed, run.blocks)), last - 1)
+    theta, theta_stepped = run.functions.theta.parted(inputs.theta)
+    seen = run.functions.theta.flags(wanted)
+    of_wanted = StepTheta(tuple(chosen(wanted, run.functions.theta.stepped)))
+    delayed = list(map(delayed_links, run.blocks))
+    own = Pass(wanted, seen, first_order(run, seen), run.maybe_jit(run.gradient), delayed, last - 1)
 
     def body(consts: Any, carry: Any, x: Any) -> tuple[Any, Any]:
         state, (dz, pending, dconstant, dtheta), doubt = carry
-        (constant, theta, unit, frozen), (t, stepped, entries, dloss) = consts, x
+        (constant, theta, unit, frozen), (t, (stepped, theta_stepped), entries, dloss) = consts, x
         h = join_steps(constant, stepped)
         ct = Cotangents(list(map(decayed, dz, pending)), jax.tree.map(jnp.zeros_like, h), dtheta)
-        done = step_vjp(run, own, t, state, ct, Given(h, by_link(run, entries), theta, frozen, dloss, unit), doubt)
+        given = Given(h, by_link(run, entries), (theta, theta_stepped), frozen, dloss, unit)
+        done = step_vjp(run, own, t, state, ct, given, doubt)
         dstepped = [{k: dh[k] for k in hj} for dh, hj in zip(done.ct.h, stepped, strict=True)]
         dconstant = [{k: dh[k] + old[k] for k in old} for dh, old in zip(done.ct.h, dconstant, strict=True)]
-        watched = _watched(run, done)
-        return (done.state, (done.ct.z, done.pending, dconstant, done.ct.theta), done.doubt), (dstepped, done.seen, watched)
+        carry = (done.state, (done.ct.z, done.pending, dconstant, done.ct.theta), done.doubt)
+        return carry, ((dstepped, done.dtheta), done.seen, _watched(run, done))
 
-    xs = (jnp.arange(first, last, dtype=jnp.int32), *of_span(span, (stepped, entries, dlosses)))
+    xs = (jnp.arange(first, last, dtype=jnp.int32), *of_span(span, ((stepped, theta_stepped), entries, dlosses)))
     ones = jax.tree.map(jnp.ones_like, (constant, jax.tree.map(lambda x: x[0], stepped)))
     pending = [decays(b, own.delayed[j], hj) for j, (b, hj) in enumerate(zip(run.blocks, join_steps(*ones), strict=True))]
     carry = (end, (ct.z, pending, jax.tree.map(jnp.zeros_like, constant), ct.theta), doubt)
-    consts = (constant, inputs.theta, _largest((ct.z, dlosses)), inputs.frozen)
-    (start, rest, doubted), (dstepped, seen, watched) = run.loop(body, consts, carry, xs, True, pause)
+    consts = (constant, theta, _largest((ct.z, dlosses)), inputs.frozen)
+    (start, rest, doubted), (of_steps, again, watched) = run.loop(body, consts, carry, xs, True, pause)
     dz, pending, dconstant, dtheta = rest
     if span:
-        dstepped = jax.tree.map(lambda x: jnp.pad(x, [(first, run.steps - last)] + [(0, 0)] * (x.ndim - 1)), dstepped)
+        of_steps = jax.tree.map(lambda x: jnp.pad(x, [(first, run.steps - last)] + [(0, 0)] * (x.ndim - 1)), of_steps)
+    dstepped, dtheta_stepped = of_steps
+    dtheta = of_wanted.together(dtheta, dtheta_stepped)
     dh = run.outside_loop(_joined, dconstant, dstepped, inputs.h)
     if run.watch in ("norms", "growth"):
         watched["norms"] = jax.tree.map(lambda before, last: jnp.append(before, last), watched["norms"], _norms(run, ct.z))
-    return Reversed(start, Cotangents(list(map(decayed, dz, pending)), dh, dtheta), seen, watched, doubted)
+    return Reversed(start, Cotangents(list(map(decayed, dz, pending)), dh, dtheta), again, watched, doubted)
 
 
 def _watched(run: Run, done: Undone) -> dict[str, Any]:

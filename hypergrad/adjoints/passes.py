@@ -163,7 +163,8 @@ def _backward_pass(
     doubt: Array | None = None,
 ) -> Back:
     """doubt: as `reverse` has it."""
-    zero = run.outside_loop(_begin_back, inputs, dvalues, static=(wanted,))
+    summed = tuple(w and not s for w, s in zip(wanted.theta, run.functions.theta.stepped, strict=True))
+    zero = run.outside_loop(_begin_back, inputs, dvalues, static=(wanted, summed))
     entries, pause, end = [schedule.entries for schedule in ends.plan], None, ends.last
     if run.offload:
         end, stacks = offload.attached(end)
@@ -182,14 +183,14 @@ def with_all_derivatives(run: Run, inputs: Inputs, end: State, plan: Plan, seen:
     return run_backward(run, wanted, inputs, Ends(end, None, plan), seen, ones, jnp.ones_like(seen.losses))
 
 
-def _begin_back(run: Run, wanted: Wanted, inputs: Inputs, dvalues: list[Floats]) -> Cotangents:
-    """Of what comes out."""
+def _begin_back(run: Run, wanted: Wanted, summed: tuple[bool, ...], inputs: Inputs, dvalues: list[Floats]) -> Cotangents:
+    """Of what comes out. summed: the leaves of theta whose cotangents add up over all steps."""
     followed = wanted.statistics or statistics_in(run.blocks)
     dz = [
         {name: d.astype(block.dtype) for name, d in own.items()} if block.of_parameters or followed else {}
         for block, own in zip(run.blocks, dvalues, strict=True)
     ]
-    dtheta = [jnp.zeros(x.shape, accumulator(x)) for x in chosen(wanted.theta, inputs.theta)]
+    dtheta = [jnp.zeros(x.shape, accumulator(x)) for x in chosen(summed, inputs.theta)]
     return Cotangents(dz, jax.tree.map(jnp.zeros_like, inputs.h), dtheta)
 
 

@@ -11,7 +11,7 @@ the memory of one step. Nor is that field the derivative of the loss that traini
 cotangent, as one that clips it is not: so the same vjp takes the cotangents of the loss and of the batch statistics, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,7 +64,7 @@ def first_order(run: Run, wanted: tuple[bool, ...]) -> FirstOrder:
     return run.maybe_jit(gradients)
 
 
-def chosen(wanted: tuple[bool, ...], theta: list[Array]) -> list[Array]:
+def chosen(wanted: Sequence[bool], theta: Sequence[Any]) -> list[Any]:
     return [x for x, is_wanted in zip(theta, wanted, strict=True) if is_wanted]
 
 

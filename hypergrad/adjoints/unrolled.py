@@ -22,6 +22,7 @@ from hypergrad.adjoints.second_order import accumulator
 from hypergrad.exact import substitute
 from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link
+from hypergrad.run.forward import theta_of_step
 from hypergrad.run.spec import Inputs, Run, by_link, join_steps, schedules, split_steps
 from hypergrad.run.status import Outcome, assess, nothing_kept
 from hypergrad.run.step import (
@@ -94,17 +95,19 @@ def _training(run: Run, checkpoints: int | None, inputs: Inputs) -> Outcome:
         capacity = nothing_kept(run)
         state = initial_state(run, jax.lax.stop_gradient(inputs.values), capacity)
         constant, stepped = split_steps(inputs.h, run.steps)
-        wide_theta = [x.astype(accumulator(x)) for x in inputs.theta]  # in which a scan sums its cotangents
+        theta_constant, theta_stepped = run.functions.theta.parted(inputs.theta)
+        wide_theta = [x.astype(accumulator(x)) for x in theta_constant]  # in which a scan sums its cotangents
 
         def body(carry: tuple[State, list[Floats]], x: Any) -> tuple[tuple[State, list[Floats]], Any]:
             state, shadow = carry
-            t, stepped, entries = x
+            t, (stepped, theta_stepped), entries = x
             t = kernel_by_kernel(t, (inputs, stepped, entries))
             h = join_steps(constant, stepped)
             outside = [seen_outside(b, b.chain[-1], state[j]) for j, b in enumerate(run.of_parameters)]
             w = run.split([substitute(shadow[j][PARAMS].astype(d.dtype), d) for j, d in enumerate(outside)])
             batch = run.batch(inputs.frozen, t)
-            theta = [x.astype(like.dtype) for x, like in zip(wide_theta, inputs.theta, strict=True)]
+            narrow = [x.astype(like.dtype) for x, like in zip(wide_theta, theta_constant, strict=True)]
+            theta, _ = theta_of_step(run, t, narrow, theta_stepped, inputs.frozen, batch)
             value, g, seen = _same_bits(t, run.gradient, w, theta, inputs.frozen, batch)
             gradient = g = run.joined(t, g)
             more = (
@@ -125,7 +128,7 @@ def _training(run: Run, checkpoints: int | None, inputs: Inputs) -> Outcome:
             {k.name: substitute(values[k.name].astype(b.dtype), decoded(b, k, slots)) for k in b.chain}
             for b, values, slots in zip(run.blocks, inputs.values, state, strict=True)
         ]
-        xs = (jnp.arange(run.steps, dtype=jnp.int32), stepped, [schedule.entries for schedule in plan])
+        xs = (jnp.arange(run.steps, dtype=jnp.int32), (stepped, theta_stepped), [schedule.entries for schedule in plan])
         (end, shadow), (losses, seen) = scan(body, (state, first), xs)
         final = [
             {name: substitute(own[name].astype(x.dtype), x) for name, x in values.items()}

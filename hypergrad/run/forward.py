@@ -12,6 +12,7 @@ from jax import Array
 
 from hypergrad.run.drivers import Pause
 from hypergrad.run.fingerprints import print_of
+from hypergrad.run.functions import Frozen
 from hypergrad.run.spec import Inputs, Run, by_link, join_steps, split
 from hypergrad.run.step import State, parameters, step
 from hypergrad.run.underflow import sizes
@@ -38,14 +39,15 @@ def forward(
     """
     first, last = span or (0, run.steps)
     constant, stepped = run.outside_loop(split, inputs.h)
+    theta, theta_stepped = run.functions.theta.parted(inputs.theta)
     gradient = run.maybe_jit(run.gradient)
 
     def body(consts: Any, state: State, x: Any) -> tuple[State, tuple[Seen, Array]]:
         state, seen, g = train_step(run, gradient, consts, state, x)
         return state, (seen, sizes(x[0], g))
 
-    xs = (jnp.arange(first, last, dtype=jnp.int32), *of_span(span, (stepped, entries)))
-    end, (seen, of_gradients) = run.loop(body, (constant, inputs.theta, inputs.frozen), state, xs, pause=pause)
+    xs = (jnp.arange(first, last, dtype=jnp.int32), *of_span(span, ((stepped, theta_stepped), entries)))
+    end, (seen, of_gradients) = run.loop(body, (constant, theta, inputs.frozen), state, xs, pause=pause)
     return end, seen, of_gradients
 
 
@@ -56,9 +58,19 @@ def of_span(span: tuple[int, int] | None, tree: Any) -> Any:
 
 def train_step(run: Run, gradient: Callable[..., Any], consts: Any, state: State, x: Any) -> tuple[State, Seen, list[Array]]:
     """The signals at the present parameters, then `step`; also the gradient."""
-    (constant, theta, frozen), (t, stepped, entries) = consts, x
+    (constant, theta, frozen), (t, (stepped, theta_stepped), entries) = consts, x
     w, batch = parameters(run, t, state), run.batch(frozen, t)
+    theta = theta_of_step(run, t, theta, theta_stepped, frozen, batch)[0]
     value, g, statistics = run.isolated_gradient(gradient, t, w, theta, frozen, batch)
     signals = run.signals(g, statistics, run.more_signals(t, w, theta, frozen, batch))
     state = step(run, t, state, join_steps(constant, stepped), by_link(run, entries), signals)
     return state, Seen(value, None if run.functions.sure else print_of(batch)), g
+
+
+def theta_of_step(
+    run: Run, t: Array, constant: list[Array], stepped: list[Array], frozen: Frozen, batch: list[Any]
+) -> tuple[list[Array], list[list[Array]]]:
+    """(what the loss takes of theta at a step, the indices of what it reads); of the two parts of `StepTheta.parted`."""
+    whole = run.functions.theta.together(constant, stepped)
+    indices = run.indices(t, whole, frozen, batch)
+    return run.functions.theta.seen(whole, indices), indices

@@ -12,6 +12,7 @@ import jax
 from jax import Array
 
 from hypergrad._programs import Program
+from hypergrad.run.reads import StepTheta
 
 
 class Frozen(NamedTuple):
@@ -43,6 +44,7 @@ class Functions:
     batch: Program  # (batches, t) -> the arrays of a batch
     loss: Program  # (w, theta, theta's other leaves, batch) -> [loss, *batch statistics]
     traced: tuple[bool, ...]  # of each constant of the loss: whether it is float and was traced; such a one is among theta
+    theta: StepTheta
     rules: Hashable  # what the loss's own derivative rules compute; None: it has none
     symmetric: bool  # whether the gradient's Jacobian is, for certain
     narrow: bool  # whether the loss computes in floats of fewer exponents than float32
@@ -53,12 +55,22 @@ class Functions:
     def batch_at(self, frozen: Frozen, t: Array) -> list[Any]:
         return self.batch(frozen.batch, frozen.batches, t)
 
+    def indices_at(self, captured: list[Array], frozen: Frozen, batch: list[Any]) -> list[list[Array]]:
+        """Of each read of theta."""
+        if self.theta.indices is None:
+            return []
+        found = iter(self.theta.indices(self._constants(captured, frozen), frozen.theta, batch))
+        return [[next(found) for _ in range(read.indices)] for read in self.theta.reads]
+
     def loss_at(self, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]) -> list[Array]:
-        """[loss, *batch statistics]."""
+        """[loss, *batch statistics]. theta: as `StepTheta.seen` gives it."""
         given, captured = self._split(theta)
+        return jax.tree.leaves(self.loss(self._constants(captured, frozen), w, given, frozen.theta, batch))
+
+    def _constants(self, captured: list[Array], frozen: Frozen) -> list[Any]:
+        """Of the loss."""
         others, from_theta = iter(frozen.loss), iter(captured)
-        constants = [next(from_theta if traced else others) for traced in self.traced]
-        return jax.tree.leaves(self.loss(constants, w, given, frozen.theta, batch))
+        return [next(from_theta if traced else others) for traced in self.traced]
 
     def signals_at(
         self, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any], key: Array
@@ -78,4 +90,6 @@ class Functions:
     def bare(self) -> "Functions":
         """An equal one without the programs themselves, to be found by."""
         signals = None if self.signals is None else self.signals.bare()
-        return dataclasses.replace(self, batch=self.batch.bare(), loss=self.loss.bare(), signals=signals)
+        return dataclasses.replace(
+            self, batch=self.batch.bare(), loss=self.loss.bare(), theta=self.theta.bare(), signals=signals
+        )

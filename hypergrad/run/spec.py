@@ -31,7 +31,9 @@ class Inputs(NamedTuple):
 
     values: list[Floats]  # of each block: link -> initial floats
     h: list[Hypers]  # of each block: {name: [steps | 1, ...]}
-    theta: list[Array]  # float leaves, and what the loss reads from outside and somebody may differentiate
+    theta: list[
+        Array
+    ]  # float leaves, some [steps, ...], and what the loss reads from outside and somebody may differentiate
     frozen: Frozen  # all other arrays: never differentiated
 
 
@@ -123,6 +125,17 @@ class Run:
         for transform in self.transforms:
             g = transform(h, w, g)
         return g
+
+    def indices(self, t: Array, theta: list[Array], frozen: Frozen, batch: list[Any]) -> list[list[Array]]:
+        """Of what the step reads of theta by index, bit for bit the same in every pass."""
+        if not self.functions.theta.reads:
+            return []
+
+        def compute(captured: list[Array], frozen: Frozen, batch: list[Any]) -> list[list[Array]]:
+            with jax.enable_x64(self.x64):
+                return self.functions.indices_at(captured, frozen, batch)
+
+        return isolated(t, compute, theta[len(theta) - sum(self.functions.traced) :], frozen, batch)
 
     def batch(self, frozen: Frozen, t: Array, apart: bool = True) -> list[Any]:
         """The arrays of step t's batch, bit for bit the same in every pass."""

@@ -1,0 +1,203 @@
+"""Theta as a step sees it: one value per step, rows by index, or the whole. All are the same derivative."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hypergrad as hg
+from hypergrad._train import set_up
+
+
+STEPS, EXAMPLES = 9, 20
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(EXAMPLES, 3)), RNG.normal(size=EXAMPLES)
+INDICES = RNG.integers(0, EXAMPLES, (STEPS, 6))
+PARAMS = {"a": 0.1 * RNG.normal(size=(3, 4)), "b": RNG.normal(size=4)}
+ADJOINTS = {
+    "reversible": hg.Reversible(),
+    "isolated": hg.Reversible(isolate=True),
+    "host": hg.Reversible(driver="host"),
+    "unrolled": hg.Unrolled(),
+    "checkpointed": hg.Checkpointed(),
+    "truncated": hg.Truncated(4),
+}
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def one_hot(i: Any, n: int) -> jax.Array:
+    return (jnp.asarray(i)[..., None] == jnp.arange(n)).astype(float)
+
+
+Reader = Callable[[Any, Any, Any], tuple[Any, Any, Any]]  # (theta, indices, t) -> (pixels, weights, penalty)
+BY_HAND: Reader = lambda th, i, t: (  # noqa: E731
+    one_hot(i, EXAMPLES) @ th["x"],
+    one_hot(i, EXAMPLES) @ th["weights"],
+    one_hot(t, STEPS) @ th["penalty"],
+)
+BY_ROW: dict[str, Reader] = {
+    "index": lambda th, i, t: (th["x"][i], th["weights"][i], th["penalty"][t]),
+    "take": lambda th, i, t: (
+        jnp.take(th["x"], i, axis=0),
+        jnp.take(th["weights"], i),
+        jax.lax.dynamic_index_in_dim(th["penalty"], t, keepdims=False),
+    ),
+    "two reads": lambda th, i, t: (
+        (th["x"][i] + th["x"][i + 0]) / 2,
+        th["weights"].at[i].get(mode="fill"),
+        th["penalty"][t],
+    ),
+    "in a jit": lambda th, i, t: (jax.jit(lambda x, i: x[i])(th["x"], i), th["weights"][i], th["penalty"][t]),
+    "of entries": lambda th, i, t: (
+        jnp.stack([th["x"][i, k] for k in range(3)], 1),
+        th["weights"][i],
+        th["penalty"][t % STEPS],
+    ),
+}
+
+
+def loss_of(reader: Reader) -> Any:
+    def loss(w: Any, theta: Any, batch: Any) -> jax.Array:
+        x, weights, penalty = reader(theta, *batch)
+        error = (jnp.tanh(x @ w["a"]) @ w["b"] - jnp.asarray(Y)[batch[0]]) ** 2
+        return jnp.mean(weights * error) + penalty * jnp.sum(w["a"] ** 2)
+
+    return loss
+
+
+def theta() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(1)
+    given = {"x": X, "weights": 0.5 + rng.random(EXAMPLES), "penalty": 0.1 + 0.1 * rng.random(STEPS)}
+    return jax.tree.map(jnp.asarray, given)
+
+
+def batches(t: Any) -> Any:
+    return jnp.asarray(INDICES)[t], t
+
+
+def end(theta: Any, reader: Reader, adjoint: Any, rule: Any) -> jax.Array:
+    run = hg.train(loss_of(reader), PARAMS, rule, batches, theta=theta, steps=STEPS, adjoint=adjoint)
+    return jnp.sum(run.params["a"] ** 2) + run.losses[-2]
+
+
+def agree(ours: Any, theirs: Any) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-13), ours, theirs)
+
+
+@pytest.mark.parametrize("name", ADJOINTS)
+@pytest.mark.parametrize("rule", [hg.SGD(0.1), hg.Adam(0.05)], ids=lambda rule: type(rule).__name__)
+def test_rows_have_the_derivative_of_the_whole(name: str, rule: Any) -> None:
+    whole, rows = (jax.grad(end)(theta(), reader, ADJOINTS[name], rule) for reader in (BY_HAND, BY_ROW["index"]))
+    agree(rows, whole)
+
+
+@pytest.mark.parametrize("how", BY_ROW)
+def test_however_rows_are_read(how: str) -> None:
+    assert {read.leaf for read in reads_in(BY_ROW[how])} == {0, 1, 2}
+    whole, rows = (jax.grad(end)(theta(), reader, hg.Reversible(), hg.Adam(0.05)) for reader in (BY_HAND, BY_ROW[how]))
+    agree(rows, whole)
+
+
+def reads_in(reader: Reader) -> Any:
+    """What the run that is made of such a loss reads by index."""
+    run, *_ = set_up(loss_of(reader), PARAMS, hg.SGD(0.1), batches, theta(), STEPS, None, hg.Reversible(), True)
+    return run.functions.theta.reads
+
+
+WHOLE = 2  # the leaf "x", the last by name
+
+
+@pytest.mark.parametrize("name", ["reversible", "host", "unrolled", "truncated"])
+def test_a_value_per_step_has_the_derivative_of_one_by_index(name: str) -> None:
+    def marked(theta: Any) -> jax.Array:
+        reader: Reader = lambda th, i, t: (th["x"][i], th["weights"][i], th["penalty"])  # noqa: E731
+        return end({**theta, "penalty": hg.PerStep(theta["penalty"])}, reader, ADJOINTS[name], hg.Adam(0.05))
+
+    whole = jax.grad(end)(theta(), BY_HAND, ADJOINTS[name], hg.Adam(0.05))
+    agree(jax.grad(marked)(theta()), whole)
+    if name in ("reversible", "truncated"):
+        batched = jax.jit(jax.vmap(jax.grad(marked)))(jax.tree.map(lambda x: jnp.stack([x, 1.1 * x]), theta()))
+        agree(jax.tree.map(lambda x: x[0], batched), whole)
+
+
+def test_differences_agree_for_rows_and_steps() -> None:
+    def f(s: Any) -> jax.Array:
+        x, penalty = theta()["x"].at[INDICES[2, 0], 1].add(s), hg.PerStep(theta()["penalty"] + s)
+        moved = {"x": x, "weights": theta()["weights"], "penalty": penalty}
+        reader: Reader = lambda th, i, t: (th["x"][i], th["weights"][i], th["penalty"])  # noqa: E731
+        return end(moved, reader, hg.Reversible(), hg.Adam(0.05))
+
+    fine, coarse = ((f(h) - f(-h)) / (2 * h) for h in (5e-3, 1e-2))
+    np.testing.assert_allclose(jax.grad(f)(0.0), (4 * fine - coarse) / 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        lambda th, i, t: (th["x"][i] + 0 * jnp.sum(th["x"]), th["weights"][i], th["penalty"][t]),  # and as a whole
+        lambda th, i, t: (th["x"][jnp.argsort(th["weights"])][i], th["weights"][i], th["penalty"][t]),  # by what is learned
+    ],
+)
+def test_what_is_not_read_by_the_batch_alone_is_taken_as_a_whole(reader: Any) -> None:
+    assert WHOLE not in {read.leaf for read in reads_in(reader)}
+    unrolled, ours = (jax.grad(end)(theta(), reader, ADJOINTS[name], hg.Adam(0.05)) for name in ("unrolled", "reversible"))
+    agree(ours, unrolled)
+
+
+def test_no_array_of_all_rows_is_made_in_a_step() -> None:
+    """Of 5,000 rows: the loop adds to them in place, and makes none."""
+    rows = jnp.zeros((5000, 3))
+    loss = loss_of(lambda th, i, t: (th["x"][i], th["weights"][i], th["penalty"]))
+
+    def f(x: jax.Array) -> jax.Array:
+        given = {**theta(), "x": x, "penalty": 0.1}
+        return jnp.sum(hg.train(loss, PARAMS, hg.SGD(0.1), batches, theta=given, steps=STEPS).params["b"])
+
+    text = jax.jit(jax.grad(f)).lower(rows).as_text()
+    adds = [line for line in text.splitlines() if "stablehlo.add" in line and "5000x3" in line]
+    assert "stablehlo.scatter" in text and not adds
+
+
+def test_a_reversal_with_both_is_certified() -> None:
+    given = {**theta(), "penalty": hg.PerStep(theta()["penalty"])}
+    loss = loss_of(lambda th, i, t: (th["x"][i], th["weights"][i], th["penalty"]))
+    assert hg.check_reversal(loss, PARAMS, hg.Adam(0.05), batches, theta=given, steps=STEPS).exact
+
+
+def test_half_precision_rows_add_up_in_single() -> None:
+    given = jax.tree.map(lambda x: x.astype(jnp.bfloat16), theta())
+    rows, whole = (jax.grad(end)(given, reader, hg.Reversible(), hg.SGD(0.1)) for reader in (BY_ROW["index"], BY_HAND))
+    for x, y in zip(jax.tree.leaves(rows), jax.tree.leaves(whole), strict=True):
+        assert x.dtype == jnp.bfloat16
+        np.testing.assert_allclose(x.astype(float), y.astype(float), rtol=0.05, atol=0.02 * float(jnp.max(jnp.abs(y))))
+
+
+def test_knots_may_stand_in_theta() -> None:
+    loss = lambda w, th, _: jnp.sum(w**2) * th  # noqa: E731
+
+    def f(values: jax.Array, spread: bool) -> jax.Array:
+        schedule = hg.knots(values, 5) if spread else hg.PerStep(hg.knots(values, 5).per_step().values)
+        return jnp.sum(hg.train(loss, jnp.ones(3), hg.SGD(0.1), hg.full_batch(None), theta=schedule, steps=5).params)
+
+    agree(*(jax.grad(f)(jnp.array([0.1, 0.3]), spread) for spread in (True, False)))
+
+
+@pytest.mark.parametrize(
+    ("theta", "message"),
+    [
+        ({"l2": hg.PerStep(jnp.ones(4))}, r"theta\['l2'\] is hg.PerStep of shape \(4,\); its leading axis must be steps=3"),
+        ({"l2": hg.PerStep(jnp.arange(3))}, r"theta\['l2'\] is hg.PerStep of .*int.*; it must be of float arrays"),
+    ],
+)
+def test_what_does_not_fit_is_said(theta: Any, message: str) -> None:
+    loss = lambda w, th, _: jnp.sum(w**2) * th["l2"]  # noqa: E731
+    with pytest.raises((ValueError, TypeError), match=message):
+        hg.train(loss, jnp.ones(3), hg.SGD(0.1), hg.full_batch(None), theta=theta, steps=3)
