@@ -65,6 +65,8 @@ FAMILY = {
     "ScheduleFreeAdamW": Member(
         hg.ScheduleFreeAdamW(1e-3), lambda r: optax.contrib.schedule_free_adamw(1e-3, b1=0.9, b2=r(0.999))
     ),
+    "LARS": Member(hg.LARS(0.1, 0.9, 1e-3, 0.01), lambda r: optax.lars(0.1, 1e-3, trust_coefficient=0.01, momentum=r(0.9))),
+    "LAMB": Member(hg.LAMB(1e-3, weight_decay=1e-3), lambda r: optax.lamb(1e-3, r(0.9), r(0.999), weight_decay=1e-3)),
     "Muon": Member(hg.muon_with_adamw(0.002), None),
     "Muon, Nesterov": Member(hg.muon_with_adamw(0.002, nesterov=True), None),
     "NorMuon": Member(matrices_by(hg.NorMuon(0.002)), None),
@@ -89,6 +91,8 @@ DYADIC = {
     "Nesterov": hg.Nesterov(2.0**-5, 0.875),
     "NAdamW": hg.NAdamW(2.0**-7, 0.875, 1 - 2.0**-5, 2.0**-7, 2.0**-3),
     "ScheduleFreeAdamW": hg.ScheduleFreeAdamW(2.0**-7, 0.875, 1 - 2.0**-5, 2.0**-7, 2.0**-3),
+    "LARS": hg.LARS(2.0**-3, 0.875, 2.0**-3, 2.0**-3),
+    "LAMB": hg.LAMB(2.0**-7, 0.875, 1 - 2.0**-5, 2.0**-7, 2.0**-3),
     "Muon": hg.Muon(2.0**-7, 0.875, 2.0**-3),
     "Muon, Nesterov": hg.Muon(2.0**-7, 0.875, 2.0**-3, nesterov=True),
     "NorMuon": hg.NorMuon(2.0**-7, 0.875, 2.0**-3, b2=0.875),

@@ -45,10 +45,8 @@ REFERENCES = {name: FAMILY[name] for name in ("SGD", "HeavyBall", "Adam", "AdamW
         hg.AdEMAMix(1e-3), lambda r: optax.contrib.ademamix(1e-3, r(0.9), r(0.999), fine(0.9999), weight_decay=0.0)
     ),
     "Lion": FAMILY["Lion"],
-    "LARS": Member(hg.LARS(0.1, 0.9, 1e-3, 0.01), lambda r: optax.lars(0.1, 1e-3, trust_coefficient=0.01, momentum=r(0.9))),
-    "LAMB": Member(
-        hg.LAMB(1e-3, weight_decay=1e-3, bits=BITS), lambda r: optax.lamb(1e-3, r(0.9), r(0.999), weight_decay=1e-3)
-    ),
+    "LARS": FAMILY["LARS"],
+    "LAMB": Member(hg.LAMB(1e-3, weight_decay=1e-3, bits=BITS), FAMILY["LAMB"].theirs),
     "Nesterov": Member(hg.Nesterov(0.05, bits=BITS), FAMILY["Nesterov"].theirs),
     "NAdamW": Member(hg.NAdamW(1e-3, weight_decay=0.0, bits=BITS), FAMILY["NAdamW"].theirs),
     "ScheduleFreeAdamW": Member(hg.ScheduleFreeAdamW(1e-3, bits=BITS), FAMILY["ScheduleFreeAdamW"].theirs),
