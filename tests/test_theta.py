@@ -152,6 +152,47 @@ def test_what_is_not_read_by_the_batch_alone_is_taken_as_a_whole(reader: Any) ->
     agree(ours, unrolled)
 
 
+@jax.custom_vjp
+def reversed_gradient(x: jax.Array) -> jax.Array:
+    return x
+
+
+reversed_gradient.defvjp(lambda x: (x, None), lambda _, g: (-0.5 * g,))
+
+OTHER_LOSSES: dict[str, Callable[[Any, Any, Any], jax.Array]] = {
+    "a rule of its own": lambda w, x, i: jnp.mean((jnp.tanh(reversed_gradient(x[i] @ w["a"])) @ w["b"]) ** 2),
+    "read in a loop": lambda w, x, i: jax.lax.scan(
+        lambda sum, i: (sum + (jnp.tanh(x[i] @ w["a"]) @ w["b"]) ** 2, None), 0.0, i
+    )[0],
+    "read under vmap": lambda w, x, i: jnp.mean(jax.vmap(lambda i: (jnp.tanh(x[i] @ w["a"]) @ w["b"]) ** 2)(i)),
+    "by what is trained": lambda w, x, i: jnp.mean((jnp.tanh(x[i + jnp.argmax(w["b"])] @ w["a"]) @ w["b"]) ** 2),
+    "negative, clipped, twice": lambda w, x, i: jnp.mean(
+        (jnp.tanh(x[-i] @ w["a"]) @ w["b"] + jnp.sum(x.at[i + EXAMPLES - 3].get(mode="clip"))) ** 2
+    ),
+    "written over": lambda w, x, i: jnp.mean((jnp.tanh(x.at[i[0]].set(0.0)[i] @ w["a"]) @ w["b"]) ** 2),
+    "by a key": lambda w, x, i: jnp.mean(
+        (jnp.tanh(x[jax.random.randint(jax.random.key(i[0]), (5,), 0, EXAMPLES)] @ w["a"]) @ w["b"]) ** 2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LOSSES)
+def test_losses_that_read_otherwise(name: str) -> None:
+    def f(x: jax.Array, adjoint: Any) -> jax.Array:
+        run = hg.train(
+            lambda w, x, batch: OTHER_LOSSES[name](w, x, batch[0]),
+            PARAMS,
+            hg.Adam(0.05),
+            batches,
+            theta=x,
+            steps=STEPS,
+            adjoint=adjoint,
+        )
+        return jnp.sum(run.params["a"] ** 2) + jnp.sum(run.losses)
+
+    agree(*(jax.grad(f)(jnp.asarray(X), adjoint) for adjoint in (hg.Reversible(), hg.Unrolled())))
+
+
 def test_no_array_of_all_rows_is_made_in_a_step() -> None:
     """Of 5,000 rows: the loop adds to them in place, and makes none."""
     rows = jnp.zeros((5000, 3))

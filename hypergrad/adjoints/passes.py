@@ -5,6 +5,7 @@ Invariant: whatever runs them, both compute the same gradients, or the reverse p
 
 import dataclasses
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -230,6 +231,7 @@ def capacities(run: Run, h: list[Hypers], capacity: int | None) -> Capacity:
     """Words of the buffer per parameter to allocate, for each link that decays."""
     own = PUBLIC_WORD_BITS // WORD_BITS
     at_least = own * ledger.capacity if (ledger := current_ledger()) else 0
+    guessed: dict[str, int] = {}  # bytes, by link
 
     def room(block: Block, link: Link, known: int | None, h: Hypers) -> int | None:
         if not link.decay:
@@ -242,9 +244,29 @@ def capacities(run: Run, h: list[Hypers], capacity: int | None) -> Capacity:
             return known
         if concrete(h):
             return block.buffer(link).words_needed(np.asarray(link_numerators(link, h, run.steps)), link.denominator)
-        return max(math.ceil(run.steps * link.bits_a_step / WORD_BITS), at_least)  # until told
+        words = max(math.ceil(run.steps * link.bits_a_step / WORD_BITS), at_least)  # until told
+        guessed[link.name] = guessed.get(link.name, 0) + words * math.prod(block.shape) * WORD_BITS // 8
+        return words
 
-    return tuple(
+    found = tuple(
         tuple(room(block, link, known, hj) for link, known in zip(block.chain, block.words, strict=True))
         for block, hj in zip(run.blocks, h, strict=True)
+    )
+    if sum(guessed.values()) > MUCH:
+        _say_how_much(run, guessed)
+    return found
+
+
+MUCH = 2**30  # bytes
+
+
+def _say_how_much(run: Run, guessed: dict[str, int]) -> None:
+    parts = ", ".join(f"{size / 2**30:.1f} GiB for `{name}`" for name, size in guessed.items())
+    warnings.warn(
+        f"decays are traced, so nobody knows yet how many digits {run.steps} steps of them lose. Room for many is set "
+        f"aside: {parts}. Decays that are Python numbers take what they lose and no more. Else pass "
+        "hg.Reversible(capacity=...), in 32-bit words a parameter, by what `Trained.buffer_words` of a shorter run says, in "
+        "proportion to the steps; too few is an error that says how many. Outside of jax.jit, "
+        'hg.Reversible(buffer="host") keeps digits in host memory.',
+        stacklevel=2,
     )
