@@ -39,6 +39,7 @@ LATER: dict[str, tuple[Any, float, tuple[str, ...]]] = {  # of the seeds from `L
     "LARS": (functools.partial(hg.LARS, trust=0.1), 0.3, ("momentum",)), "LAMB": (hg.LAMB, 0.03, ("b1", "b2")),
 }  # fmt: skip
 LATER_SEEDS = 1_000_000
+SEEDS_THAT_READ = 2_000_000  # rows of theta by index, and one value of it per step
 DECAYS = (0.3, 0.75, 0.9, 0.97)
 TRANSFORMS = ("clip", "clip_by_global_norm", "add_decayed_weights", "freeze")
 
@@ -83,12 +84,16 @@ def draw(seed: int) -> Drawn:
     theta: dict[str, Shape] = {f"s{i}": () for i in range(int(rng.integers(1, 3)))}
     if chance(0.4):
         theta["v"] = one(((3,), (4,), (4, 3)))
+    if seed >= SEEDS_THAT_READ:
+        theta |= {"rows": (7, 3), "each": ()}
     evidence = chance(0.2)
     source, marks = write_loss(rng, params, theta, rough, evidence)
     rules = ("SGD", "SGD", "HeavyBall", "HeavyBall", "Adam", "Adam", *RULES) if seed < LATER_SEEDS else tuple(LATER)
     steps, name = int(rng.integers(2, 9)), one(rules)
     arrays = _Arrays(rng)
     h = {"params": arrays.dict(params), "theta": arrays.dict(theta)}
+    if "each" in theta:
+        h["theta"]["each"] = arrays((8,))  # as many as there are steps are taken
     rule, said = _rule(arrays, one, chance, name, h)
     if evidence:
         h["means"] = {"seen": np.float64(0.1), "row": rng.normal(size=4)}
@@ -165,6 +170,10 @@ def _rule(arrays: _Arrays, one: Any, chance: Any, name: str, h: dict[str, Any]) 
     return optimizer, " in ".join([f"{name} with a rate {form}", *wrappers])
 
 
+def _theta(theta: dict[str, Any], steps: int) -> dict[str, Any]:
+    return theta | ({"each": hg.PerStep(theta["each"][:steps])} if "each" in theta else {})
+
+
 def _case(
     loss: Any, h: Any, rule: Any, data: Any, batches: str, steps: int, reads: tuple[bool, bool], varied: tuple[str, ...]
 ) -> Case:
@@ -191,7 +200,7 @@ def _case(
         h = hg.natural(h)
         statistics = hg.Statistics(h["means"], h["statistics_decay"]) if "means" in h else None
         run = hg.train(
-            loss, h["params"], rule(h, steps), source(key, adjoint), theta=h["theta"], steps=steps,
+            loss, h["params"], rule(h, steps), source(key, adjoint), theta=_theta(h["theta"], steps), steps=steps,
             statistics=statistics, adjoint=adjoint,
         )  # fmt: skip
         read = [run.params, run.statistics, run.losses if reads[0] else None, run.state if reads[1] else None]

@@ -208,7 +208,9 @@ def write_loss(
     for name, shape in full.items():
         w.write(f'p["{name}"]', shape)
     for name, shape in theta.items():
-        if shape == ():
+        if name == "rows":
+            w.write(f'theta["rows"][batch["places"] % {shape[0]}]', (5, *shape[1:]))
+        elif shape == ():
             w.scalars.append(f'theta["{name}"]')
         else:
             w.write(f'theta["{name}"]', shape)
