@@ -76,7 +76,8 @@ def theta_by_steps(theta: Any, steps: int) -> tuple[Any, list[bool]]:
         if marked and not eqx.is_inexact_array(x):
             raise TypeError(f"{where} {describe(x)}; it must be of float arrays. Others are picked by a t in the batch.")
         if marked and x.shape[:1] != (steps,):
-            raise ValueError(f"{where} shape {x.shape}; its leading axis must be steps={steps}.")
+            hint = "" if x.shape else " A list is a tree of its entries: make it an array, jnp.array([...])."
+            raise ValueError(f"{where} shape {x.shape}; its leading axis must be steps={steps}.{hint}")
         if eqx.is_inexact_array(x):
             flags.append(marked)
     return plain, flags
@@ -224,8 +225,8 @@ def _outline(tree: Any) -> str:
     return textwrap.shorten(eqx.tree_pformat(tree, width=10_000), 300, placeholder=" ...")
 
 
-def check_loss_value(value: Any) -> None:
-    """`value`: what the loss returns, as `jax.eval_shape` knows it."""
+def check_loss_value(value: Any, theta: Any = None, steps: int = 0) -> None:
+    """`value`: what the loss returns, as `jax.eval_shape` knows it. theta: as it was given."""
     if not isinstance(value, jax.ShapeDtypeStruct):
         kind = type(value).__name__
         raise TypeError(
@@ -233,7 +234,13 @@ def check_loss_value(value: Any) -> None:
             "result, statistics of the batch, goes with hg.train(..., statistics=...).)"
         )
     if value.shape != ():
-        raise ValueError(f"`loss` must return a scalar; got shape {value.shape}. Take its mean or sum.")
+        leaves = jax.tree_util.tree_leaves_with_path(theta, is_leaf=lambda x: isinstance(x, PerStep))
+        tables = [path for path, x in leaves if steps and getattr(x, "shape", ())[:1] == (steps,) == value.shape[:1]]
+        cure = "Take its mean or sum."
+        if tables:
+            where = f"theta{jax.tree_util.keystr(tables[0])}"
+            cure = f"{where} has a leading axis of steps={steps}: hg.PerStep({where}) gives the loss the step's own value."
+        raise ValueError(f"`loss` must return a scalar; got shape {value.shape}. {cure}")
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"`loss` must return a real float; got {value.dtype.name}.")
 

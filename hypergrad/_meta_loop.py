@@ -207,7 +207,8 @@ def _compare(what: str, there: float, here: float, otherwise: str, elsewhere: st
             f"{f' ({elsewhere}.)' if elsewhere else ''}"
         )
     if elsewhere or not same:
-        warnings.warn(f"{told}; {elsewhere or 'nothing else is known to differ'}. Going on.", stacklevel=6)
+        unknown = "nothing else is known to differ. Were functions or data edited? Then pass another `checkpoint` folder"
+        warnings.warn(f"{told}; {elsewhere or unknown}. Going on.", stacklevel=6)
 
 
 # Relative differences of a value that is evaluated again: none but rounding, and what another machine may come to.

@@ -118,7 +118,8 @@ def set_up(
     if source is not None:
         batches = full_batch(source.first)  # its place, where the driver puts the others
     traced = trace(loss, params, theta, batches, optimizer.signals, pair=means is not None, steps=steps)
-    door.check_loss_value(traced.returned if means is None else door.check_evidence(traced.returned, means.values))
+    value = traced.returned if means is None else door.check_evidence(traced.returned, means.values)
+    door.check_loss_value(value, theta, steps)
     out = lay_out(optimizer, params, steps, state, adjoint.fraction_bits, unbounded=adjoint.buffer == "gmpy2")
     if means is not None:
         out = with_statistics(out, means, steps, adjoint.fraction_bits, unbounded=adjoint.buffer == "gmpy2")

@@ -220,7 +220,8 @@ def _check_leaves(name: str, x: Any, inside: Callable[[Any], Any], condition: st
         if bad.any():
             index = np.unravel_index(np.argmax(bad), bad.shape)
             at = f" at index {tuple(int(i) for i in index)}" if bad.ndim else ""
-            raise ValueError(f"{where} must be {condition}; got {np.asarray(leaf)[index]!s}{at}.")
+            cure = " An array that reaches an end: clip it to values inside." if bad.ndim else ""
+            raise ValueError(f"{where} must be {condition}; got {np.asarray(leaf)[index]!s}{at}.{cure}")
 
 
 def _is_real(leaf: Any) -> bool:

@@ -28,6 +28,34 @@ class PerStep(eqx.Module):
         return wadler_lindig.TextDoc(f"PerStep({shown(self.values, steps=True)})")
 
 
+def _no_arithmetic(name: str) -> Any:
+    def refused(self: Any, *_: Any) -> Any:
+        raise TypeError(
+            f"{self} marks a step axis for the library and has no arithmetic ({name}): compute with its `.values`, an array "
+            "with that axis first; the value of step t is `.values[t]`."
+        )
+
+    return refused
+
+
+for _name in (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+    "pow",
+    "neg",
+    "matmul",
+    "getitem",
+    "float",
+):
+    setattr(PerStep, f"__{_name}__", _no_arithmetic(_name))
+
+
 class Knots(eqx.Module):
     """A schedule held as the values at its knots. Made by `hg.knots`; `natural` turns it into a `PerStep`."""
 

@@ -235,6 +235,11 @@ def test_knots_may_stand_in_theta() -> None:
     ("theta", "message"),
     [
         ({"l2": hg.PerStep(jnp.ones(4))}, r"theta\['l2'\] is hg.PerStep of shape \(4,\); its leading axis must be steps=3"),
+        (
+            {"l2": hg.PerStep([0.1, 0.2, 0.3])},
+            r"shape \(\); its leading axis must be steps=3. A list is a tree of its entries",
+        ),
+        ({"l2": jnp.ones(3)}, r"got shape \(3,\). theta\['l2'\] has a leading axis of steps=3: hg.PerStep\(theta\['l2'\]\)"),
         ({"l2": hg.PerStep(jnp.arange(3))}, r"theta\['l2'\] is hg.PerStep of .*int.*; it must be of float arrays"),
     ],
 )
@@ -242,3 +247,10 @@ def test_what_does_not_fit_is_said(theta: Any, message: str) -> None:
     loss = lambda w, th, _: jnp.sum(w**2) * th["l2"]  # noqa: E731
     with pytest.raises((ValueError, TypeError), match=message):
         hg.train(loss, jnp.ones(3), hg.SGD(0.1), hg.full_batch(None), theta=theta, steps=3)
+
+
+def test_a_mark_is_no_array() -> None:
+    schedule = hg.PerStep(jnp.ones(3))
+    for misused in (lambda: 2 * schedule, lambda: schedule[0], lambda: -schedule, lambda: float(schedule)):
+        with pytest.raises(TypeError, match=r"PerStep\(.*no arithmetic.*`.values\[t\]`"):
+            misused()
