@@ -10,7 +10,7 @@ hypergradient of the rate, exponent and ridge, each in units of plain training b
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -123,20 +123,25 @@ def timed(function: Callable[..., Any], *args: Any) -> tuple[float, float]:
     return statistics.median(seconds), compilation
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def chosen(doc: str | None, names: Iterable[str]) -> tuple[Network, list[str]]:
+    """From the command line: the network, and which rows to measure."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", choices=("digits", "mnist", "fashion_mnist"), default="digits")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--hidden", type=int, nargs="*", default=[128, 128])
-    parser.add_argument("--only", nargs="*", default=list(CHOICES), choices=list(CHOICES))
-    arguments = parser.parse_args()
-    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}; {arguments.steps} steps on {arguments.data}")
-    network = Network(_data.load(arguments.data, 0), tuple(arguments.hidden), arguments.steps)
+    parser.add_argument("--only", nargs="*", default=list(names), choices=list(names))
+    options = parser.parse_args()
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}; {options.steps} steps on {options.data}")
+    return Network(_data.load(options.data, 0), tuple(options.hidden), options.steps), options.only
+
+
+def main() -> None:
+    network, names = chosen(__doc__, CHOICES)
     plain = network.plain_seconds()
-    print(f"plain training by SGD: {plain / arguments.steps * 1e3:.2f} ms a step\n")
+    print(f"plain training by SGD: {plain / network.steps * 1e3:.2f} ms a step\n")
     print("| | rate | training loss | validation | exact | bits | training | hypergradient | s to compile |")
     print("| --- | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: |")
-    for name in arguments.only:
+    for name in names:
         validation, loss, rate = network.best(CHOICES[name])
         cost = network.cost(network.rule(rate, CHOICES[name]), plain)
         print(
