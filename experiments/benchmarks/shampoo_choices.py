@@ -2,7 +2,7 @@
 
     python -m experiments.benchmarks.shampoo_choices [--data mnist] [--steps 300] [--hidden 128 128] [--only ...]
 
-A network of matrices by Shampoo and biases by AdamW, float32, one seed. Losses are those of the best of five rates, by the
+A network of matrices by Shampoo and biases by AdamW, float32, one seed. Losses are those of the best of six rates, by the
 validation loss; bits are of the information buffer; times are medians of five runs, of training on the grid and of the
 hypergradient of the rate, exponent and ridge, each in units of plain training by SGD with momentum.
 """

@@ -266,7 +266,7 @@ def test_another_monitor_is_noticed(folder: pathlib.Path) -> None:
         ValueError, match="had the monitor .* now: monitor_fn or its data are not those of this run. Pass an"
     ):
         learn(folder, monitor_fn=lambda x: 100 * jnp.max(x))
-    with pytest.warns(UserWarning, match="had the monitor .* now; nothing else is known to differ. Were .*Going on") as caught:
+    with pytest.warns(UserWarning, match="had the monitor .* now; nothing else is known to differ. Were .*") as caught:
         learn(folder, DONE + 1, monitor_fn=lambda x: 1.0001 * jnp.max(x))
     assert len(caught) == 1
 
