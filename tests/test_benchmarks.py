@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import hypergrad as hg
-from experiments import _data, _record
+from experiments import _record
 from experiments.benchmarks import (
     _measure,
     _performance_plots,
@@ -22,12 +21,9 @@ from experiments.benchmarks import (
     loops,
     opponents,
     performance,
-    reference_rules,
-    references,
     report,
     roads,
     scaling,
-    shampoo_choices,
     starting,
     torch_roads,
     workloads,
@@ -292,26 +288,3 @@ def test_a_gpu_that_does_not_repeat_itself_is_reported():
 
     result = gpu.certified(task._replace(loss=loss))
     assert not result["exact"] and "hypergrad.ReversalError" in result["hypergradient"]
-
-
-@pytest.mark.of_bits
-@pytest.mark.parametrize("name", ["NorMuon", "SOAP, k = 10", "Shampoo, k = 10", "Muon, Nesterov"])
-def test_rules_of_matrices_are_those_of_their_references(name):
-    found, moved = references.differences(references.REFERENCES[name], _data.load("digits", 0), (), 12, jnp.float64)
-    # What is held is right to 1.5e-5; SOAP's eigenvectors are not determined where a factor has not full rank.
-    assert found < 1e-3 and moved < (1e-3 if "SOAP" in name else 1e-9)
-
-
-def test_a_reference_at_another_rate_is_another():
-    lie = references.of_matrices(hg.Muon(0.002), lambda r: reference_rules.nesterov_muon(0.006, r(0.95)))
-    assert references.differences(lie, _data.load("digits", 0), (), 12, jnp.float64)[0] > 1e-2
-
-
-def test_choices_of_shampoo_are_measured(monkeypatch):
-    monkeypatch.setattr(shampoo_choices, "RATES", (0.01, 0.001))
-    network = shampoo_choices.Network(_data.load("digits", 0), (), 3)
-    choices = {"every": 1, "block_size": None, "max_size": 1, "graft": "none"}  # diagonals, which compile fast
-    cost = network.cost(network.rule(0.01, choices), plain=1.0)
-    assert cost.exact and cost.training > 0 and cost.hypergradient > 0 and cost.bits > 0
-    validation, loss, rate = network.best(choices)
-    assert rate in (0.01, 0.001) and 0 < loss < 3 and 0 < validation < 3

@@ -1,7 +1,5 @@
 """Runs that go wrong: the same sentence eagerly (our class) and out of compiled code, and NaN in every number."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 from tiny import BATCHES, PARAMS, fails, fails_compiled, final, loss, sentence, train
 
 import hypergrad as hg
-from hypergrad.adjoints import passes
 from hypergrad.exact import DEFERRED
 
 
@@ -301,17 +298,3 @@ def test_numpy_params_simply_work():
     trained = train(params={"w": np.array([1.0, -2.0])})
     assert trained.params["w"].dtype == jnp.float32
     np.testing.assert_array_equal(trained.params["w"], train().params["w"])
-
-
-def test_much_room_for_digits_is_told(monkeypatch):
-    def gradient(momentum, adjoint):
-        return jax.jit(jax.grad(lambda m: final(optimizer=hg.Adam(0.1, m), adjoint=adjoint))).lower(momentum)
-
-    monkeypatch.setattr(passes, "MUCH", 1)
-    with pytest.warns(UserWarning, match=r"decays are traced.*GiB for `mean`.*capacity=.*buffer_words.*buffer=\"host\""):
-        gradient(0.9, hg.Reversible())
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        gradient(0.9, hg.Reversible(capacity=4))
-        jax.grad(lambda m: final(optimizer=hg.Adam(0.1, m)))(0.9)  # where it is known
-    assert not said

@@ -88,22 +88,24 @@ def end(theta: Any, reader: Reader, adjoint: Any, rule: Any) -> jax.Array:
     return jnp.sum(run.params["a"] ** 2) + run.losses[-2]
 
 
-def agree(ours: Any, theirs: Any) -> None:
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-13), ours, theirs)
+def apart(ours: Any, theirs: Any) -> float:
+    """The largest difference of a leaf, relative to the largest entry of the second."""
+    differences = jax.tree.map(lambda x, y: float(jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))), ours, theirs)
+    return max(jax.tree.leaves(differences))
 
 
 @pytest.mark.parametrize("name", ADJOINTS)
 @pytest.mark.parametrize("rule", [hg.SGD(0.1), hg.Adam(0.05)], ids=lambda rule: type(rule).__name__)
 def test_rows_have_the_derivative_of_the_whole(name: str, rule: Any) -> None:
     whole, rows = (jax.grad(end)(theta(), reader, ADJOINTS[name], rule) for reader in (BY_HAND, BY_ROW["index"]))
-    agree(rows, whole)
+    assert apart(rows, whole) < 1e-11
 
 
 @pytest.mark.parametrize("how", BY_ROW)
 def test_however_rows_are_read(how: str) -> None:
     assert {read.leaf for read in reads_in(BY_ROW[how])} == {0, 1, 2}
     whole, rows = (jax.grad(end)(theta(), reader, hg.Reversible(), hg.Adam(0.05)) for reader in (BY_HAND, BY_ROW[how]))
-    agree(rows, whole)
+    assert apart(rows, whole) < 1e-11
 
 
 def reads_in(reader: Reader) -> Any:
@@ -122,10 +124,10 @@ def test_a_value_per_step_has_the_derivative_of_one_by_index(name: str) -> None:
         return end({**theta, "penalty": hg.PerStep(theta["penalty"])}, reader, ADJOINTS[name], hg.Adam(0.05))
 
     whole = jax.grad(end)(theta(), BY_HAND, ADJOINTS[name], hg.Adam(0.05))
-    agree(jax.grad(marked)(theta()), whole)
+    assert apart(jax.grad(marked)(theta()), whole) < 1e-11
     if name in ("reversible", "truncated"):
         batched = jax.jit(jax.vmap(jax.grad(marked)))(jax.tree.map(lambda x: jnp.stack([x, 1.1 * x]), theta()))
-        agree(jax.tree.map(lambda x: x[0], batched), whole)
+        assert apart(jax.tree.map(lambda x: x[0], batched), whole) < 1e-11
 
 
 def test_differences_agree_for_rows_and_steps() -> None:
@@ -149,7 +151,7 @@ def test_differences_agree_for_rows_and_steps() -> None:
 def test_what_is_not_read_by_the_batch_alone_is_taken_as_a_whole(reader: Any) -> None:
     assert WHOLE not in {read.leaf for read in reads_in(reader)}
     unrolled, ours = (jax.grad(end)(theta(), reader, ADJOINTS[name], hg.Adam(0.05)) for name in ("unrolled", "reversible"))
-    agree(ours, unrolled)
+    assert apart(ours, unrolled) < 1e-11
 
 
 @jax.custom_vjp
@@ -190,7 +192,7 @@ def test_losses_that_read_otherwise(name: str) -> None:
         )
         return jnp.sum(run.params["a"] ** 2) + jnp.sum(run.losses)
 
-    agree(*(jax.grad(f)(jnp.asarray(X), adjoint) for adjoint in (hg.Reversible(), hg.Unrolled())))
+    assert apart(*(jax.grad(f)(jnp.asarray(X), adjoint) for adjoint in (hg.Reversible(), hg.Unrolled()))) < 1e-11
 
 
 def test_no_array_of_all_rows_is_made_in_a_step() -> None:
@@ -228,7 +230,7 @@ def test_knots_may_stand_in_theta() -> None:
         schedule = hg.knots(values, 5) if spread else hg.PerStep(hg.knots(values, 5).per_step().values)
         return jnp.sum(hg.train(loss, jnp.ones(3), hg.SGD(0.1), hg.full_batch(None), theta=schedule, steps=5).params)
 
-    agree(*(jax.grad(f)(jnp.array([0.1, 0.3]), spread) for spread in (True, False)))
+    assert apart(*(jax.grad(f)(jnp.array([0.1, 0.3]), spread) for spread in (True, False))) < 1e-11
 
 
 @pytest.mark.parametrize(
