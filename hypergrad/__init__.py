@@ -19,10 +19,13 @@ from hypergrad._meta_loop import Result as Result
 from hypergrad._optimize import hypergradient as hypergradient
 from hypergrad._optimize import optimize as optimize
 from hypergrad._optimize import restarts as restarts
+from hypergrad._plan import Plan as Plan
+from hypergrad._plan import plan as plan
 from hypergrad._programs import compiler_options as compiler_options
 from hypergrad._to_optax import to_optax as to_optax
 from hypergrad._train import Trained as Trained
 from hypergrad._train import train as train
+from hypergrad.adjoints import Auto as Auto
 from hypergrad.adjoints import Checkpointed as Checkpointed
 from hypergrad.adjoints import Reversible as Reversible
 from hypergrad.adjoints import Truncated as Truncated

@@ -1,0 +1,170 @@
+"""`Auto`: the road that fits a budget of memory, asked of XLA before anything runs.
+
+Invariant: what is chosen is an adjoint of this folder, run as it would be by its own name: the same bits, the same checks.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from hypergrad import _programs as programs
+from hypergrad._settings import own_settings
+from hypergrad.adjoints.base import Adjoint, Cost
+from hypergrad.adjoints.passes import capacities
+from hypergrad.adjoints.reversible import Reversible
+from hypergrad.adjoints.unrolled import Checkpointed
+from hypergrad.exact import WORD_BITS
+from hypergrad.optimizers.expand import concrete
+from hypergrad.run.spec import Inputs, Run
+from hypergrad.run.status import Outcome
+
+
+ROADS: tuple[Adjoint, ...] = (Reversible(), Checkpointed())  # in the order in which `Auto` would take them
+
+_UNITS = {
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto(Adjoint):
+    """`Reversible` where it fits into `memory_budget`, else `Checkpointed`, else an error that says what each takes.
+
+    memory_budget: what a hypergradient may set aside beside its arguments: an int, of bytes, or a string such as "512MiB" or
+    "2 GB". It is compared with what XLA sets aside for the derivative of one run in all that is float, which is compiled
+    to be asked, once per program, and not run. Under `jax.vmap` that is one run's, not the batch's. `hg.plan` shows the same
+    numbers beforehand.
+    """
+
+    memory_budget: int | str
+
+    isolate = None
+    driver_name = None
+
+    def __post_init__(self) -> None:
+        bytes_of(self.memory_budget)
+
+    def run(self, run: Run, inputs: Inputs) -> Outcome:
+        floats = jax.tree.leaves(inputs[:3])
+        if concrete(floats):  # nobody differentiates
+            return ROADS[0].run(run, inputs)
+        budget, found, wanted = bytes_of(self.memory_budget), {}, (True,) * len(floats)  # a bound: who knows what is wanted
+        for adjoint in ROADS:
+            found[adjoint] = room(adjoint, run, inputs, wanted).device
+            if found[adjoint] <= budget:
+                return adjoint.run(run, inputs)
+        raise ValueError(too_little(budget, run.steps, found))
+
+    def cost(self, steps: int) -> Cost:
+        return ROADS[0].cost(steps)
+
+
+def too_little(budget: int, steps: int, found: dict[Adjoint, int]) -> str:
+    """The sentence for a budget in which nothing fits."""
+    each = ", ".join(f"{shown_bytes(size)} by {named(adjoint)}" for adjoint, size in found.items())
+    return (
+        f"no road fits into memory_budget={shown_bytes(budget)}: a hypergradient of {steps} steps sets aside {each}. The "
+        f"smallest that works is {min(found.values())} bytes. Outside of jax.jit, "
+        'hg.Reversible(buffer="host") keeps lost digits in host memory; else take fewer steps, smaller batches, or '
+        "jax.checkpoint in the loss."
+    )
+
+
+def bytes_of(budget: Any) -> int:
+    """2048 or "512MiB" -> bytes."""
+    if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
+        return budget
+    units = "|".join(_UNITS)
+    if isinstance(budget, str) and (match := re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({units})\s*", budget)):
+        size = int(float(match[1]) * _UNITS[match[2]])
+        if size > 0:
+            return size
+    raise ValueError(
+        f'`memory_budget` must be bytes, an int above 0, or a string such as "512MiB" or "2 GB"; got {budget!r}.'
+    )
+
+
+def named(adjoint: Adjoint) -> str:
+    """As the user writes it: the fields that differ from their defaults."""
+    fields = [(f.name, getattr(adjoint, f.name), f.default) for f in dataclasses.fields(adjoint)]  # type: ignore[arg-type]
+    return f"hg.{type(adjoint).__name__}({', '.join(f'{name}={x!r}' for name, x, default in fields if x != default)})"
+
+
+def shown_bytes(size: int) -> str:
+    for unit in ("GiB", "MiB", "KiB"):
+        if size >= _UNITS[unit]:
+            return f"{size / _UNITS[unit]:.1f} {unit}"
+    return f"{size} B"
+
+
+class Room(NamedTuple):
+    """What a hypergradient sets aside beside its arguments and results, in bytes."""
+
+    device: int
+    host: int = 0
+
+
+Wanted = tuple[bool, ...]  # which leaves of (values, h, theta) are differentiated
+
+
+def room(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> Room:
+    """Of the derivative of one run: as XLA allots it for the program compiled for all steps.
+
+    With buffer="host" the device holds one word of each link, and the host all: the words are those of the schedule.
+    """
+    if adjoint.buffer == "gmpy2":
+        raise ValueError('hg.plan knows nothing of buffer="gmpy2", whose integers are Python\'s: take "device" or "host".')
+    if adjoint.buffer == "host":
+        # The same loop with its words on the device, less the words: nothing else about it is another.
+        on_device = Reversible(fraction_bits=adjoint.fraction_bits)
+        whole, words = room(on_device, run, inputs, wanted), words_of(run, inputs)
+        return Room(max(whole.device - words, 0), words)
+    return Room(derivative(adjoint, run, inputs, wanted).memory_analysis().temp_size_in_bytes)
+
+
+def words_of(run: Run, inputs: Inputs) -> int:
+    """Bytes of the buffers of all links."""
+    with own_settings():
+        found = capacities(dataclasses.replace(run, offload=False), inputs.h, None)
+    words = ((n or 0) * math.prod(b.shape) for b, row in zip(run.blocks, found, strict=True) for n in row)
+    return sum(words) * WORD_BITS // 8
+
+
+def derivative(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> Any:
+    """The compiled program of `inputs` that trains and gives the cotangents that are wanted; found again for equal runs."""
+    run = dataclasses.replace(run, throw=False, driver="scan", offload=False, source=None, progress=None)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), inputs)
+
+    def make() -> Any:
+        with own_settings():
+            return jax.jit(functools.partial(pulled, adjoint, run, wanted)).lower(like).compile()
+
+    shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(like))
+    return programs.kept((derivative, adjoint, run.bare(), wanted, jax.tree.structure(like), shapes), make)
+
+
+def pulled(adjoint: Adjoint, run: Run, wanted: Wanted, inputs: Inputs) -> Any:
+    """The cotangents that are wanted, where all that comes out has the cotangent 1; and what comes out."""
+    leaves, tree = jax.tree.flatten(inputs[:3])
+
+    def outcome_at(own: list[Any]) -> Any:
+        others = iter(own)
+        whole = [next(others) if w else x for w, x in zip(wanted, leaves, strict=True)]
+        values, h, theta = jax.tree.unflatten(tree, whole)
+        return adjoint.run(run, Inputs(values, h, theta, inputs.frozen))[:2]
+
+    outcome, pull = jax.vjp(outcome_at, [x for w, x in zip(wanted, leaves, strict=True) if w])
+    return pull(jax.tree.map(jnp.ones_like, outcome)), outcome
