@@ -89,13 +89,15 @@ def plan(
 
     adjoint: this one alone; None: `Reversible`, the same with words on the host, `Checkpointed` and `Unrolled`, in their
     defaults, and for `hg.host_batches` the first two. memory_budget: bytes, or a string such as "512MiB"; None: no limit.
-    measure: whether to run at all. Raises ValueError for what `hg.train` would refuse.
+    measure: whether to run at all. Raises what `hg.train` raises, and ValueError for a budget that is none.
     """
     budget = None if memory_budget is None else bytes_of(memory_budget)
     offered = OFFERED if adjoint is None else (adjoint,)
     if isinstance(batches, HostBatches):
         batches, steps = full_batch(batches.first), door.check_steps(steps, batches)
         offered = tuple(x for x in offered if isinstance(x, Reversible))
+        if adjoint is not None and not offered:
+            raise ValueError(f"hg.host_batches loads from Python, which {named(adjoint)} cannot: take hg.Reversible().")
     found = []
     learned, known = eqx.partition((optimizer, theta), eqx.is_inexact_array)
     for one in offered:
@@ -143,7 +145,7 @@ def _merit(adjoint: Adjoint) -> str:
 def _seconds(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> float:
     short, few = _shortened(run, inputs)
     if adjoint.buffer == "host":
-        call = lambda: pulled(adjoint, short, wanted, few)  # noqa: E731
+        call = lambda: pulled(adjoint, short, wanted, (), few)  # noqa: E731
     else:
         program = derivative(adjoint, short, few, wanted)
         call = lambda: program(few)  # noqa: E731

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import hypergrad as hg
+from hypergrad.adjoints import auto
 from hypergrad.adjoints.auto import bytes_of
 from tests import problems
 
@@ -19,7 +20,13 @@ OPTIMIZERS = {
     "Adam": hg.Adam(jnp.float32(1e-3)),
     "a rate per step": hg.SGD(hg.PerStep(jnp.full(STEPS, 0.1, jnp.float32)), 0.9),
 }
+WIDE = {"in": np.full((64, 32), 0.01, np.float32), "out": np.full((32, 10), 0.02, np.float32)}  # more than what steps keep
+BATCHES = hg.full_batch(np.random.default_rng(0).normal(size=(20, 64)).astype(np.float32))
 ROADS = {"Reversible": hg.Reversible(), "Checkpointed": hg.Checkpointed(), "Unrolled": hg.Unrolled()}
+
+
+def _loss(w, penalty, x):
+    return jnp.mean(jax.nn.logsumexp(jnp.tanh(x @ w["in"]) @ w["out"], axis=1)) + penalty * jnp.sum(w["in"] ** 2)
 
 
 def planned(net: problems.Network, optimizer, steps=STEPS, **kwargs):
@@ -35,16 +42,20 @@ def trained(net: problems.Network, theta, optimizer, adjoint, steps=STEPS):
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("rule", OPTIMIZERS)
 def test_bytes_are_those_of_the_program_that_then_runs(rule, road):
-    """To a quarter, as the loss after training is not in them: on networks of some thousand weights and more, a few percent
-    but for Adam by reversal."""
-    adjoint, optimizer, theta = ROADS[road], OPTIMIZERS[rule], DENSE.theta()
-    (found,) = planned(DENSE, optimizer, adjoint=adjoint).roads
+    adjoint, optimizer, theta = ROADS[road], OPTIMIZERS[rule], jnp.float32(1e-3)
+    plan = hg.plan(_loss, WIDE, optimizer, BATCHES, theta=theta, steps=STEPS, adjoint=adjoint, measure=False)
 
     def value(rate, theta):
-        return trained(DENSE, theta, dataclasses.replace(optimizer, learning_rate=rate), adjoint)
+        rule = dataclasses.replace(optimizer, learning_rate=rate)
+        run = hg.train(_loss, WIDE, rule, BATCHES, theta=theta, steps=STEPS, adjoint=adjoint)
+        return sum(jnp.sum(x) for x in jax.tree.leaves(run.params))
 
     program = jax.jit(jax.grad(value, argnums=(0, 1))).lower(optimizer.learning_rate, theta).compile()
-    np.testing.assert_allclose(found.device, program.memory_analysis().temp_size_in_bytes, rtol=0.25)
+    used = program.memory_analysis().temp_size_in_bytes
+    if (rule, road) == ("Adam", "Reversible"):  # 24 bytes a parameter too many, as if both accumulators were kept once more
+        assert 0.9 * used < plan.roads[0].device < used + 26 * sum(x.size for x in WIDE.values())
+    else:
+        np.testing.assert_allclose(plan.roads[0].device, used, rtol=0.1)
 
 
 def test_words_on_the_host_are_those_of_the_schedule():
@@ -85,22 +96,29 @@ def test_auto_is_what_it_chose_bit_for_bit(compile):
     assert slope(hg.Auto("1GiB")) == slope(hg.Reversible())
 
 
-def test_auto_stores_less_where_decays_lose_much():
-    """At momentum 0.05 a step loses more than four bits of each parameter."""
-    sizes = {
-        road.adjoint: road.device
-        for road in planned(DENSE, hg.SGD(0.1, 0.05), steps=2000).roads
-        if road.adjoint in (hg.Reversible(), hg.Checkpointed())
-    }
-    budget = min(sizes.values())
-    assert planned(DENSE, hg.SGD(0.1, 0.05), steps=2000, memory_budget=budget).roads
-    cheaper = min(sizes, key=sizes.__getitem__)
+def test_auto_takes_what_fits():
+    """Of 400 steps one word or two of each parameter are much less than states."""
+    plan = planned(DENSE, hg.SGD(0.1, 0.9))
+    device = {road.adjoint: road.device for road in plan.roads}
+    assert 1.5 * device[hg.Reversible()] < device[hg.Checkpointed()]
+    budget = int(1.5 * device[hg.Reversible()])
+    assert planned(DENSE, hg.SGD(0.1, 0.9), memory_budget=budget).adjoint == hg.Reversible()
 
     def slope(adjoint):
-        return jax.jit(jax.grad(lambda theta: trained(DENSE, theta, hg.SGD(0.1, 0.05), adjoint, 2000)))(DENSE.theta())
+        return jax.jit(jax.grad(lambda theta: trained(DENSE, theta, hg.SGD(0.1, 0.9), adjoint)))(DENSE.theta())
 
-    for one, other in zip(jax.tree.leaves(slope(hg.Auto(budget))), jax.tree.leaves(slope(cheaper)), strict=True):
+    for one, other in zip(jax.tree.leaves(slope(hg.Auto(budget))), jax.tree.leaves(slope(hg.Reversible())), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_auto_takes_states_where_lost_digits_are_more(monkeypatch):
+    """Digits that fill a gigabyte: no rule of the library loses as many on a network that a test can train."""
+    monkeypatch.setattr(auto, "room", lambda adjoint, *_: auto.Room(2**30 if adjoint == hg.Reversible() else 2**10))
+
+    def slope(adjoint):
+        return jax.jit(jax.grad(lambda rate: trained(DENSE, DENSE.theta(), hg.SGD(rate, 0.9), adjoint, 20)))(0.1)
+
+    assert slope(hg.Auto("1MiB")) == slope(hg.Checkpointed())
 
 
 def test_auto_that_finds_nothing_says_what_each_road_takes():
@@ -142,6 +160,8 @@ def test_batches_from_python_go_backwards_or_not_at_all():
     batches = hg.host_batches([(x[:8], y[:8])] * 20)
     plan = hg.plan(DENSE.loss, DENSE.params(), hg.SGD(0.1, 0.9), batches, theta=DENSE.theta(), measure=False)
     assert [road.adjoint for road in plan.roads] == [hg.Reversible(), hg.Reversible(buffer="host")]
+    with pytest.raises(ValueError, match=r"hg.host_batches loads from Python, which hg.Unrolled\(\) cannot"):
+        hg.plan(DENSE.loss, DENSE.params(), hg.SGD(0.1, 0.9), batches, theta=DENSE.theta(), adjoint=hg.Unrolled())
 
 
 @pytest.mark.parametrize("budget", [0, -1, True, 1.5, "", "12", "12 parsecs", "0 B", "-1MiB"])

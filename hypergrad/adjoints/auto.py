@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from hypergrad import _programs as programs
+from hypergrad._report import current_ledger, probing, watched
 from hypergrad._settings import own_settings
 from hypergrad.adjoints.base import Adjoint, Cost
 from hypergrad.adjoints.passes import capacities
 from hypergrad.adjoints.reversible import Reversible
 from hypergrad.adjoints.unrolled import Checkpointed
 from hypergrad.exact import WORD_BITS
+from hypergrad.optimizers.chain import PARAMS
 from hypergrad.optimizers.expand import concrete
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Outcome
@@ -45,8 +47,8 @@ class Auto(Adjoint):
 
     memory_budget: what a hypergradient may set aside beside its arguments: an int, of bytes, or a string such as "512MiB" or
     "2 GB". It is compared with what XLA sets aside for the derivative of one run in all that is float, which is compiled
-    to be asked, once per program, and not run. Under `jax.vmap` that is one run's, not the batch's. `hg.plan` shows the same
-    numbers beforehand.
+    to be asked, once per program, and not run: a bound, as `hg.plan` knows better what is learned. Under `jax.vmap` it is
+    one run's, not the batch's.
     """
 
     memory_budget: int | str
@@ -147,24 +149,30 @@ def derivative(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> An
     """The compiled program of `inputs` that trains and gives the cotangents that are wanted; found again for equal runs."""
     run = dataclasses.replace(run, throw=False, driver="scan", offload=False, source=None, progress=None)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), inputs)
+    # What is known to begin with zeros is a constant, as in a user's program: XLA sets no room aside for its integers.
+    zeros = tuple(concrete(x) and not jnp.any(x) for x in jax.tree.leaves(inputs.values))
 
     def make() -> Any:
         with own_settings():
-            return jax.jit(functools.partial(pulled, adjoint, run, wanted)).lower(like).compile()
+            return jax.jit(functools.partial(pulled, adjoint, run, wanted, zeros)).lower(like).compile()
 
     shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(like))
-    return programs.kept((derivative, adjoint, run.bare(), wanted, jax.tree.structure(like), shapes), make)
+    setting = current_ledger() is None, watched(), probing()  # who listens is told by the program
+    key = derivative, adjoint, run.bare(), wanted, tuple(map(bool, zeros)), setting, jax.tree.structure(like), shapes
+    return programs.kept(key, make)
 
 
-def pulled(adjoint: Adjoint, run: Run, wanted: Wanted, inputs: Inputs) -> Any:
-    """The cotangents that are wanted, where all that comes out has the cotangent 1; and what comes out."""
+def pulled(adjoint: Adjoint, run: Run, wanted: Wanted, zeros: Wanted, inputs: Inputs) -> Any:
+    """The cotangents that are wanted, of a function of the trained parameters: theirs are 1."""
     leaves, tree = jax.tree.flatten(inputs[:3])
+    leaves[: len(zeros)] = [jnp.zeros_like(x) if z else x for z, x in zip(zeros, leaves, strict=False)]
 
-    def outcome_at(own: list[Any]) -> Any:
+    def trained(own: list[Any]) -> list[Any]:
         others = iter(own)
         whole = [next(others) if w else x for w, x in zip(wanted, leaves, strict=True)]
         values, h, theta = jax.tree.unflatten(tree, whole)
-        return adjoint.run(run, Inputs(values, h, theta, inputs.frozen))[:2]
+        outcome = adjoint.run(run, Inputs(values, h, theta, inputs.frozen))
+        return [outcome.values[j][PARAMS] for j in run.parameters]
 
-    outcome, pull = jax.vjp(outcome_at, [x for w, x in zip(wanted, leaves, strict=True) if w])
-    return pull(jax.tree.map(jnp.ones_like, outcome)), outcome
+    params, pull = jax.vjp(trained, [x for w, x in zip(wanted, leaves, strict=True) if w])
+    return pull([jnp.ones_like(x) for x in params])
