@@ -19,14 +19,13 @@ from hypergrad.adjoints import Adjoint, Checkpointed, Reversible, Unrolled
 from hypergrad.adjoints.auto import (
     ROADS,
     Wanted,
-    bytes_of,
     derivative,
     named,
     pulled,
     room,
-    shown_bytes,
     too_little,
 )
+from hypergrad.adjoints.budget import bytes_of, shown_bytes
 from hypergrad.batches import HostBatches, full_batch
 from hypergrad.run.spec import Inputs, Run
 
@@ -161,6 +160,6 @@ def _shortened(run: Run, inputs: Inputs) -> tuple[Run, Inputs]:
     steps = min(MEASURED_STEPS, run.steps)
     cut = lambda x: x[:steps] if x.shape[0] == run.steps else x  # noqa: E731
     theta = [x[:steps] if s else x for x, s in zip(inputs.theta, run.functions.theta.stepped, strict=True)]
-    blocks = tuple(dataclasses.replace(b, words=(None,) * len(b.chain)) for b in run.blocks)
+    blocks = tuple(dataclasses.replace(b, known=(None,) * len(b.chain)) for b in run.blocks)
     short = dataclasses.replace(run, blocks=blocks, steps=steps) if steps < run.steps else run
     return short, inputs._replace(h=jax.tree.map(cut, inputs.h), theta=theta)

@@ -18,6 +18,7 @@ import hypergrad as hg
 from hypergrad import _programs as programs
 from hypergrad._train import set_up
 from hypergrad.adjoints import passes
+from hypergrad.adjoints.capacity import capacities
 from hypergrad.run import offload
 
 
@@ -82,6 +83,15 @@ def test_a_fresh_train_fn_with_the_old_program_does_not_compile(made):
     made.clear()
     assert learned(1.5) == first and not made
     assert learned(1.25) != first and made
+
+
+@pytest.mark.parametrize("driver", ["scan", "host"])
+def test_what_is_wanted_of_theta_tells_programs_apart(driver):
+    """Both leaves have the same shape: the loop that differentiates the first once served the second."""
+    linked = lambda params, theta, _: jnp.sum((params["w"] - theta["a"]) ** 2 + jnp.sin(params["w"]) * theta["b"])  # noqa: E731
+    run = lambda a, b: final(loss=linked, theta={"a": a, "b": b}, adjoint=hg.Reversible(driver=driver))  # noqa: E731
+    ones = jnp.ones(2), jnp.ones(2)
+    assert_equal([jax.grad(run, 0)(*ones), jax.grad(run, 1)(*ones)], list(jax.grad(run, (0, 1))(*ones)))
 
 
 def test_too_few_words_on_the_host():
@@ -170,7 +180,7 @@ def ends(adjoint, optimizer, steps):
     """The state that the reverse pass starts from: (run, end)."""
     problem, inputs, _ = set_up(loss, PARAMS, optimizer, BATCHES, None, steps, None, adjoint, True)
     with jax.enable_x64(True):
-        words = passes.capacities(problem, inputs.h, None)
+        words = capacities(problem, inputs.h, None)
     return passes.run_forward(problem, words, inputs)
 
 

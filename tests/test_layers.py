@@ -180,7 +180,9 @@ def test_signatures_are_the_agreed_ones():
     assert {"meta_steps", "meta_optimizer", "key", "callbacks", "jit", "skip_nonfinite"} <= set(names_of(hg.optimize))
     assert names_of(hg.optimize)[-3:] == ["aggregate", "diagnose", "stop_on_growth"]
     assert names_of(hg.minibatches) == ["data", "batch_size", "key", "replacement"]
-    assert names_of(hg.Reversible) == ["capacity", "fraction_bits", "driver", "buffer", "isolate", "progress"]
+    assert names_of(hg.Reversible) == [
+        "capacity", "fraction_bits", "driver", "buffer", "isolate", "progress", "memory_budget",
+    ]  # fmt: skip
     agreed = ["loss", "params", "optimizer", "batches", "theta", "steps", "state"]
     assert names_of(hg.check_reversal)[: len(agreed)] == agreed
     assert names_of(hg.studies.HypergradientSampler) == ["meta_optimizer", "inner_sampler", "seed"]

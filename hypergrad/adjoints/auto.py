@@ -6,7 +6,6 @@ Invariant: what is chosen is an adjoint of this folder, run as it would be by it
 import dataclasses
 import functools
 import math
-import re
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,8 @@ from hypergrad import _programs as programs
 from hypergrad._report import current_ledger, probing, watched
 from hypergrad._settings import own_settings
 from hypergrad.adjoints.base import Adjoint, Cost
-from hypergrad.adjoints.passes import capacities
+from hypergrad.adjoints.budget import bytes_of, shown_bytes
+from hypergrad.adjoints.capacity import capacities
 from hypergrad.adjoints.reversible import Reversible
 from hypergrad.adjoints.unrolled import Checkpointed
 from hypergrad.exact import WORD_BITS
@@ -27,18 +27,6 @@ from hypergrad.run.status import Outcome
 
 
 ROADS: tuple[Adjoint, ...] = (Reversible(), Checkpointed())  # in the order in which `Auto` would take them
-
-_UNITS = {
-    "B": 1,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,31 +73,10 @@ def too_little(budget: int, steps: int, found: dict[Adjoint, int]) -> str:
     )
 
 
-def bytes_of(budget: Any) -> int:
-    """2048 or "512MiB" -> bytes."""
-    if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
-        return budget
-    units = "|".join(_UNITS)
-    if isinstance(budget, str) and (match := re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({units})\s*", budget)):
-        size = int(float(match[1]) * _UNITS[match[2]])
-        if size > 0:
-            return size
-    raise ValueError(
-        f'`memory_budget` must be bytes, an int above 0, or a string such as "512MiB" or "2 GB"; got {budget!r}.'
-    )
-
-
 def named(adjoint: Adjoint) -> str:
     """As the user writes it: the fields that differ from their defaults."""
     fields = [(f.name, getattr(adjoint, f.name), f.default) for f in dataclasses.fields(adjoint)]  # type: ignore[arg-type]
     return f"hg.{type(adjoint).__name__}({', '.join(f'{name}={x!r}' for name, x, default in fields if x != default)})"
-
-
-def shown_bytes(size: int) -> str:
-    for unit in ("GiB", "MiB", "KiB"):
-        if size >= _UNITS[unit]:
-            return f"{size / _UNITS[unit]:.1f} {unit}"
-    return f"{size} B"
 
 
 class Room(NamedTuple):

@@ -4,32 +4,37 @@ Invariant: whatever runs them, both compute the same gradients, or the reverse p
 """
 
 import dataclasses
-import math
-import warnings
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from hypergrad import _programs as programs
-from hypergrad._report import current_ledger
 from hypergrad._settings import own_settings
 from hypergrad.adjoints import retry
-from hypergrad.adjoints.backward import Reversed, reverse
+from hypergrad.adjoints.backward import Reversed, Way, begin, finish
 from hypergrad.adjoints.link import Cotangents
 from hypergrad.adjoints.second_order import accumulator, chosen, merged
+from hypergrad.adjoints.segments import joined, replay, undo_segments
 from hypergrad.adjoints.traced import batched_apart, once
-from hypergrad.exact import PUBLIC_WORD_BITS, WORD_BITS, all_of
-from hypergrad.optimizers.block import Block, Floats, statistics_in
-from hypergrad.optimizers.chain import Link
-from hypergrad.optimizers.expand import Hypers, concrete, link_numerators
+from hypergrad.exact import all_of
+from hypergrad.optimizers.block import Floats, statistics_in
+from hypergrad.optimizers.expand import concrete
 from hypergrad.run import offload
-from hypergrad.run.forward import Seen, forward
+from hypergrad.run.forward import Seen, Span, forward
 from hypergrad.run.spec import Inputs, Run, by_link, schedules
 from hypergrad.run.status import Capacity, Outcome, Plan, assess, nothing_kept
-from hypergrad.run.step import State, final_values, initial_state, matches, matches_initial
+from hypergrad.run.step import (
+    State,
+    capacity_of,
+    final_values,
+    initial_state,
+    matches,
+    matches_initial,
+    with_words,
+    without_words,
+)
 
 
 class Wanted(NamedTuple):
@@ -43,7 +48,8 @@ class Ends(NamedTuple):
     """Where the reverse pass begins and what it must meet."""
 
     last: State
-    first: State | None  # None: what the run began with
+    middle: State | None  # before the last segment; None: the run is not cut
+    kept: State | None  # before each of the others, stacked; None: these are not undone
     plan: Plan  # when buffers spill
 
 
@@ -78,7 +84,7 @@ def run_forward(run: Run, capacity: Capacity | None, inputs: Inputs) -> tuple[Ou
 
 def _forward_pass(run: Run, capacity: Capacity | None, inputs: Inputs) -> tuple[Outcome, Ends, Array | None]:
     plan, state = run.outside_loop(_begin, inputs.values, inputs.h, static=(capacity,))
-    middle = None
+    middle = kept = None
     if run.offload and capacity is not None:
         own = by_link(run, plan)
         stacks, capacity = offload.empty_stacks(own), None
@@ -87,20 +93,23 @@ def _forward_pass(run: Run, capacity: Capacity | None, inputs: Inputs) -> tuple[
         integers = _integers(end)
         end = offload.detached(end, own, stacks)
     else:
-        middle, end, seen, sizes = _in_two(run, inputs, state, [schedule.entries for schedule in plan])
+        kept, middle, end, seen, sizes = _in_segments(run, capacity, inputs, state, [schedule.entries for schedule in plan])
         integers = _integers(end)
     outcome = run.outside_loop(_outcome, inputs.values, inputs.h, plan, integers, seen.losses, sizes, static=(capacity,))
-    return outcome, Ends(end, middle, plan), seen.batches
+    return outcome, Ends(end, middle, kept, plan), seen.batches
 
 
-def _in_two(run: Run, inputs: Inputs, state: State, entries: Any) -> tuple[State | None, State, Seen, Array]:
-    """`forward`, and the state before `Run.first` where that is not the first step."""
+def _in_segments(
+    run: Run, capacity: Capacity | None, inputs: Inputs, state: State, entries: Any
+) -> tuple[State | None, State | None, State, Seen, Array]:
+    """(the states before the segments up to `Run.first`, the state there, and `forward` of all steps)."""
     if not run.first:
-        return None, *forward(run, inputs, state, entries)
-    middle, *early = forward(run, inputs, state, entries, span=(0, run.first))
-    end, *late = forward(run, inputs, middle, entries, span=(run.first, run.steps))
-    seen, sizes = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), early, late)
-    return middle, end, seen, sizes
+        return None, None, *forward(run, inputs, state, entries)
+    count = run.segments[0] if run.segments else 1
+    middle, kept, early = replay(run, inputs, entries, state, 0, count, run.first // count)
+    last = middle if capacity is None else with_words(run, middle, capacity)
+    end, *late = forward(run, inputs, last, entries, span=Span(run.first, run.steps - run.first))
+    return kept if run.segments else None, middle, end, *joined(early, tuple(late))
 
 
 def _integers(state: State) -> State:
@@ -109,7 +118,8 @@ def _integers(state: State) -> State:
 
 
 def _begin(run: Run, capacity: Capacity | None, values: Any, h: Any) -> tuple[Any, State]:
-    return schedules(run, h), initial_state(run, values, capacity or nothing_kept(run))
+    kept = nothing_kept(run) if run.first or capacity is None else capacity
+    return schedules(run, h), initial_state(run, values, kept)
 
 
 def _outcome(
@@ -163,7 +173,7 @@ def _backward_pass(
     dlosses: Any,
     doubt: Array | None = None,
 ) -> Back:
-    """doubt: as `reverse` has it."""
+    """doubt: as `begin` has it."""
     summed = tuple(w and not s for w, s in zip(wanted.theta, run.functions.theta.stepped, strict=True))
     zero = run.outside_loop(_begin_back, inputs, dvalues, static=(wanted, summed))
     entries, pause, end = [schedule.entries for schedule in ends.plan], None, ends.last
@@ -171,17 +181,35 @@ def _backward_pass(
         end, stacks = offload.attached(end)
         pause = offload.fetch(by_link(run, ends.plan), stacks)
         entries = [entry.unslotted() for entry in entries]
-    span = (run.first, run.steps) if run.first else None
-    back = reverse(run, inputs, end, entries, zero, dlosses, wanted.theta, pause, doubt, span)
-    gradients, found = run.outside_loop(_gradients, inputs, back, seen, ends.first, static=(wanted,))
+    way, carry = begin(run, inputs, end, entries, zero, dlosses, wanted.theta, doubt)
+    if run.first:
+        back, met = _back_by_segments(way, ends, zero, carry)
+    else:
+        back, met = finish(way, zero, *way.undo(carry, pause=pause)), None
+    gradients, found = run.outside_loop(_gradients, inputs, back, seen, met, static=(wanted,))
     return Back(gradients, found, back.watched, jnp.bool_(False) if back.doubted is None else back.doubted)
+
+
+def _back_by_segments(way: Way, ends: Ends, ct: Cotangents, carry: Any) -> tuple[Reversed, Array]:
+    """The last segment, from its end; then those before it, if they are to be undone. Also whether all states were met."""
+    run, capacity = way.run, capacity_of(way.run, ends.last)
+    (state, *rest), found = way.undo(carry, Span(run.first, run.steps - run.first))
+    assert ends.middle is not None
+    met = matches(run, ends.middle, state)
+    carry = (without_words(run, state), *rest)
+    if run.segments:
+        assert ends.kept is not None
+        length = run.first // run.segments[0]
+        carry, early, met_early = undo_segments(way, capacity, run.segments, 0, length, ends.kept, carry)
+        found, met = joined(early, found), met & met_early
+    return finish(way, ct, carry, found), met
 
 
 def with_all_derivatives(run: Run, inputs: Inputs, end: State, plan: Plan, seen: Seen) -> Back:
     """The reverse pass from a known end, as if all that comes out had the cotangent 1 and all that goes in were wanted."""
     ones = jax.tree.map(jnp.ones_like, final_values(run, end))
     wanted = Wanted((True,) * len(inputs.theta), bool(run.statistics))
-    return run_backward(run, wanted, inputs, Ends(end, None, plan), seen, ones, jnp.ones_like(seen.losses))
+    return run_backward(run, wanted, inputs, Ends(end, None, None, plan), seen, ones, jnp.ones_like(seen.losses))
 
 
 def _begin_back(run: Run, wanted: Wanted, summed: tuple[bool, ...], inputs: Inputs, dvalues: list[Floats]) -> Cotangents:
@@ -196,19 +224,21 @@ def _begin_back(run: Run, wanted: Wanted, summed: tuple[bool, ...], inputs: Inpu
 
 
 def _gradients(
-    run: Run, wanted: Wanted, inputs: Inputs, back: Reversed, seen: Seen, first: State | None
+    run: Run, wanted: Wanted, inputs: Inputs, back: Reversed, seen: Seen, met: Array | None
 ) -> tuple[tuple[Any, Any, Any], Array]:
-    """Of values, hyperparameters and theta; and `Back.found`. first: the state to be met; None: what the run began with."""
-    losses = all_of(_same(seen.losses[run.first :], back.seen.losses, run.isolate))
+    """Of values, hyperparameters and theta; and `Back.found`. met: of each block and link, whether the states between
+    segments were."""
+    losses = all_of(_same(seen.losses[run.undone :], back.seen.losses, run.isolate))
     batches = jnp.bool_(True)
     if seen.batches is not None and back.seen.batches is not None:
-        batches = all_of(jnp.equal(seen.batches[run.first :], back.seen.batches))
-    met = matches_initial(run, inputs.values, back.start) if first is None else matches(run, first, back.start)
+        batches = all_of(jnp.equal(seen.batches[run.undone :], back.seen.batches))
+    if not run.undone:
+        initial = matches_initial(run, inputs.values, back.start)
+        met = initial if met is None else met & initial
+    assert met is not None
     found = jnp.concatenate([met, jnp.stack([losses, batches])])
-    known: list[Floats] = (
-        [{} for _ in back.ct.z] if first is not None else back.ct.z
-    )  # what came before is not differentiated
-    of_each = zip(inputs.values, known, strict=True)
+    whole: list[Floats] = [{} for _ in back.ct.z] if run.undone else back.ct.z  # not of what came before
+    of_each = zip(inputs.values, whole, strict=True)
     dvalues = [{k: dz[k].astype(x.dtype) if dz else jnp.zeros_like(x) for k, x in own.items()} for own, dz in of_each]
     dtheta = merged(wanted.theta, back.ct.theta, jax.tree.map(jnp.zeros_like, inputs.theta))
     dtheta = [d.astype(x.dtype) for d, x in zip(dtheta, inputs.theta, strict=True)]
@@ -225,48 +255,3 @@ def _same(losses: Array, again: Array, exactly: bool) -> Array:
         return jnp.equal(losses, again)
     tolerance = float(jnp.finfo(losses.dtype).eps) ** 0.5
     return jnp.abs(losses - again) <= tolerance * jnp.maximum(jnp.abs(losses), jnp.abs(again))
-
-
-def capacities(run: Run, h: list[Hypers], capacity: int | None) -> Capacity:
-    """Words of the buffer per parameter to allocate, for each link that decays."""
-    own = PUBLIC_WORD_BITS // WORD_BITS
-    at_least = own * ledger.capacity if (ledger := current_ledger()) else 0
-    guessed: dict[str, int] = {}  # bytes, by link
-
-    def room(block: Block, link: Link, known: int | None, h: Hypers) -> int | None:
-        if not link.decay:
-            return None
-        if run.offload:
-            return offload.CAPACITY
-        if capacity is not None:
-            return own * capacity
-        if known is not None:
-            return known
-        if concrete(h):
-            return block.buffer(link).words_needed(np.asarray(link_numerators(link, h, run.steps)), link.denominator)
-        words = max(math.ceil(run.steps * link.bits_a_step / WORD_BITS), at_least)  # until told
-        guessed[link.name] = guessed.get(link.name, 0) + words * math.prod(block.shape) * WORD_BITS // 8
-        return words
-
-    found = tuple(
-        tuple(room(block, link, known, hj) for link, known in zip(block.chain, block.words, strict=True))
-        for block, hj in zip(run.blocks, h, strict=True)
-    )
-    if sum(guessed.values()) > MUCH:
-        _say_how_much(run, guessed)
-    return found
-
-
-MUCH = 2**30  # bytes
-
-
-def _say_how_much(run: Run, guessed: dict[str, int]) -> None:
-    parts = ", ".join(f"{size / 2**30:.1f} GiB for `{name}`" for name, size in guessed.items())
-    warnings.warn(
-        f"decays are traced, so nobody knows yet how many digits {run.steps} steps of them lose. Room for many is set "
-        f"aside: {parts}. Decays that are Python numbers take what they lose and no more. Else pass "
-        "hg.Reversible(capacity=...), in 32-bit words a parameter, by what `Trained.buffer_words` of a shorter run says, in "
-        "proportion to the steps; too few is an error that says how many. Outside of jax.jit, "
-        'hg.Reversible(buffer="host") keeps digits in host memory.',
-        stacklevel=2,
-    )

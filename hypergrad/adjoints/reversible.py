@@ -14,7 +14,9 @@ from jax.custom_derivatives import SymbolicZero
 from hypergrad._report import logarithms, mask, probing, surface, trace, watched
 from hypergrad._settings import own_settings
 from hypergrad.adjoints.base import Adjoint, Cost
-from hypergrad.adjoints.passes import Back, Ends, Wanted, capacities, run_backward, run_forward, settled_driver
+from hypergrad.adjoints.budget import bytes_of, cut
+from hypergrad.adjoints.capacity import capacities
+from hypergrad.adjoints.passes import Back, Ends, Wanted, run_backward, run_forward, settled_driver
 from hypergrad.errors import BATCHES, LOSSES, OK, REVERSAL, Status
 from hypergrad.optimizers.chain import PARAMS
 from hypergrad.optimizers.expand import concrete, first_true
@@ -37,9 +39,12 @@ class Reversible(Adjoint):
     with convolutions on a CPU of several cores, else the scan. buffer: "device"; "host": a host loop that takes words to
     host memory once they are full, so that the device's does not grow with the steps; "gmpy2": one arbitrary-precision
     integer per parameter, the slow reference, on the host. isolate: compute each gradient once more on the way back,
-    compiled apart from its derivative, so that its bits are the same in both passes; None: where needed, which is for rules
-    that are not linear in the gradient and under `jax.vmap`. progress: with driver="host", called now and then with
-    ("forward" or "reverse", steps done, steps), as `hg.callbacks.Steps()` is.
+    compiled apart from its derivative, so that its bits are the same in both passes; None: where needed, which is for
+    rules that are not linear in the gradient and under `jax.vmap`. progress: with driver="host", called now and then with
+    ("forward" or "reverse", steps done, steps), as `hg.callbacks.Steps()` is. memory_budget: for lost digits, and for
+    states where it does not hold them all: bytes, or a string such as "512MiB". The run is then cut into segments, the
+    state before each kept, 8 bytes a link and parameter; on the way back each is trained once more with its digits,
+    compared with where the next one began, and reversed. None: digits of all steps are kept.
     """
 
     capacity: int | None = None
@@ -48,6 +53,7 @@ class Reversible(Adjoint):
     buffer: str = "device"
     isolate: bool | None = None
     progress: Callable[[str, int, int], Any] | None = None
+    memory_budget: int | str | None = None
 
     def __post_init__(self) -> None:
         if self.buffer not in ("device", "host", "gmpy2"):
@@ -58,6 +64,10 @@ class Reversible(Adjoint):
             raise ValueError(f'buffer="{self.buffer}" needs Python between the steps, driver="host" (or None); got "scan".')
         if self.buffer != "device" and self.capacity is not None:
             raise ValueError(f'buffer="{self.buffer}" grows as it must; `capacity` is for buffer="device".')
+        if self.memory_budget is not None:
+            bytes_of(self.memory_budget)
+            if self.buffer != "device" or self.driver == "host":
+                raise ValueError("`memory_budget` is for digits on the device: leave out `buffer` and `driver`.")
         if self.progress is not None and (self.driver != "host" or not callable(self.progress)):
             raise ValueError('`progress` is a function of (direction, steps done, steps), and needs driver="host".')
         if self.capacity is not None and (not isinstance(self.capacity, int) or self.capacity < 0):
@@ -67,26 +77,35 @@ class Reversible(Adjoint):
 
     @property
     def driver_name(self) -> str | None:  # type: ignore[override]
-        return {"device": self.driver, "host": "host", "gmpy2": "host_eager"}[self.buffer]
+        on_device = self.driver if self.memory_budget is None else "scan"
+        return {"device": on_device, "host": "host", "gmpy2": "host_eager"}[self.buffer]
 
     def run(self, run: Run, inputs: Inputs) -> Outcome:
-        return reversed_run(run, self.capacity, inputs)
+        budget = None if self.memory_budget is None else bytes_of(self.memory_budget)
+        return reversed_run(run, Room(self.capacity, budget), inputs)
 
     def cost(self, steps: int) -> Cost:
         return Cost(time=4, states=6 + 0.005 * steps, activations=1)
 
 
-def reversed_run(run: Run, capacity: int | None, inputs: Inputs) -> Outcome:
+class Room(NamedTuple):
+    """What lost digits may take, as users give it; None: what they need."""
+
+    capacity: int | None  # 32-bit words per parameter
+    budget: int | None = None  # bytes, of states as well
+
+
+def reversed_run(run: Run, room: Room, inputs: Inputs) -> Outcome:
     """The run, with the derivative of the steps from `Run.first` on by reversal."""
     if probing():
         run = dataclasses.replace(run, watch="norms", throw=False)
     elif watched():
         run = dataclasses.replace(run, watch="growth")
-    return _run(run, capacity, *inputs)
+    return _run(run, room, *inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(run: Run, capacity: int | None, values: Any, h: Any, theta: Any, frozen: Any) -> Outcome:
+def _run(run: Run, room: Room, values: Any, h: Any, theta: Any, frozen: Any) -> Outcome:
     return run_forward(run, None, Inputs(values, h, theta, frozen))[0]
 
 
@@ -103,9 +122,11 @@ class _Known(eqx.Module):
 
     theta: tuple[bool, ...] = eqx.field(static=True)  # which leaves somebody differentiates
     again: Capacity | None = eqx.field(static=True)  # of the buffers, where Python trains
+    first: int = eqx.field(static=True)  # how the run was cut
+    segments: tuple[int, ...] = eqx.field(static=True)
 
 
-def _run_fwd(run: Run, capacity: int | None, *inputs: Any) -> tuple[Outcome, Residuals]:
+def _run_fwd(run: Run, room: Room, *inputs: Any) -> tuple[Outcome, Residuals]:
     perturbed = Inputs(*jax.tree.map(lambda x: x.perturbed, inputs))
     arrays = Inputs(*jax.tree.map(lambda x: x.value, inputs))
     for differentiated, path in zip(jax.tree.leaves(perturbed.frozen), run.labels.frozen, strict=True):
@@ -114,20 +135,22 @@ def _run_fwd(run: Run, capacity: int | None, *inputs: Any) -> tuple[Outcome, Res
                 f"`batches` is differentiated, in {path}; that derivative would be lost. Pass learned data through `theta`."
             )
     with own_settings():
-        words = capacities(run, arrays.h, capacity)
+        run = run if room.budget is None else cut(run, arrays.h, room.budget, room.capacity)
+        words = capacities(run, arrays.h, room.capacity)
     outcome, ends, batches = run_forward(run, words, arrays)
     if run.throw and concrete(outcome.status) and not outcome.status.ok:
         raise outcome.status.error()  # here it is known; outside, an eager jax.grad makes a tracer of it
     from_python = settled_driver(run, arrays).driver != "scan"
-    known = _Known(tuple(map(bool, perturbed.theta)), words if from_python else None)
+    known = _Known(tuple(map(bool, perturbed.theta)), words if from_python else None, run.first, run.segments)
     return outcome, Residuals(arrays, ends, Seen(outcome.losses, batches), outcome.status, known)
 
 
-def _run_bwd(run: Run, capacity: int | None, residuals: Residuals, ct: Outcome) -> tuple[Any, ...]:
+def _run_bwd(run: Run, room: Room, residuals: Residuals, ct: Outcome) -> tuple[Any, ...]:
     inputs = residuals.inputs
     dvalues = jax.tree.map(_dense, ct.values, is_leaf=_is_zero)
     dlosses = None if _is_zero(ct.losses) else ct.losses
     followed = not all(_is_zero(x) for j in run.statistics for x in ct.values[j].values())
+    run = dataclasses.replace(run, first=residuals.known.first, segments=residuals.known.segments)
     known, wanted = residuals.known, Wanted(residuals.known.theta, followed)
     back = run_backward(run, wanted, inputs, residuals.ends, residuals.seen, dvalues, dlosses, again=known.again)
     status = _certificate(run, residuals.status, back, _faint([dvalues[j][PARAMS] for j in run.parameters]))

@@ -7,7 +7,7 @@ import dataclasses
 from typing import ClassVar
 
 from hypergrad.adjoints.base import Adjoint, Cost
-from hypergrad.adjoints.reversible import reversed_run
+from hypergrad.adjoints.reversible import Room, reversed_run
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Outcome
 
@@ -38,7 +38,7 @@ class Truncated(Adjoint):
         return f"what the first {steps - self.last} of {steps} steps do to the parameters" if self.last < steps else ""
 
     def run(self, run: Run, inputs: Inputs) -> Outcome:
-        return reversed_run(dataclasses.replace(run, first=max(run.steps - self.last, 0)), self.capacity, inputs)
+        return reversed_run(dataclasses.replace(run, first=max(run.steps - self.last, 0)), Room(self.capacity), inputs)
 
     def cost(self, steps: int) -> Cost:
         share = min(self.last / steps, 1.0)

@@ -4,13 +4,10 @@ from hypergrad.exact.buffers import HEAD_BITS as HEAD_BITS
 from hypergrad.exact.buffers import PUBLIC_WORD_BITS as PUBLIC_WORD_BITS
 from hypergrad.exact.buffers import WORD_BITS as WORD_BITS
 from hypergrad.exact.buffers import Buffer as Buffer
-from hypergrad.exact.buffers import Deferred as Deferred
-from hypergrad.exact.buffers import DeferredEntry as DeferredEntry
-from hypergrad.exact.buffers import Heads as Heads
-from hypergrad.exact.buffers import HeadsAndWords as HeadsAndWords
 from hypergrad.exact.buffers import Schedule as Schedule
-from hypergrad.exact.buffers import SpillEntry as SpillEntry
-from hypergrad.exact.buffers import Words as Words
+from hypergrad.exact.deferred import Deferred as Deferred
+from hypergrad.exact.deferred import DeferredEntry as DeferredEntry
+from hypergrad.exact.deferred import Words as Words
 from hypergrad.exact.fixed import LOW_BITS as LOW_BITS
 from hypergrad.exact.fixed import STEPS as STEPS
 from hypergrad.exact.fixed import WIDE_DENOMINATOR as WIDE_DENOMINATOR
@@ -20,6 +17,9 @@ from hypergrad.exact.fixed import all_of as all_of
 from hypergrad.exact.fixed import default_fraction_bits as default_fraction_bits
 from hypergrad.exact.fixed import encode as encode
 from hypergrad.exact.fixed import grid_range as grid_range
+from hypergrad.exact.heads import Heads as Heads
+from hypergrad.exact.heads import HeadsAndWords as HeadsAndWords
+from hypergrad.exact.heads import SpillEntry as SpillEntry
 from hypergrad.exact.ratio import FINE_DENOMINATOR as FINE_DENOMINATOR
 from hypergrad.exact.ratio import MOMENTUM_DENOMINATOR as MOMENTUM_DENOMINATOR
 from hypergrad.exact.ratio import SMALLEST_RATIO as SMALLEST_RATIO

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hypergrad.exact.buffers import WORD_BITS, Buffer, Deferred, HeadsAndWords, Schedule
+from hypergrad.exact.buffers import WORD_BITS, Buffer, Schedule
+from hypergrad.exact.deferred import Deferred
 from hypergrad.exact.fixed import LOW_BITS, Fixed
+from hypergrad.exact.heads import HeadsAndWords
 
 
 @jax.tree_util.register_static
@@ -58,6 +60,15 @@ class Reference(Buffer):
             return _objects(n), denominator
         return _objects(1), 2**WORD_BITS if entry.spills else 1  # by 1/1 nothing changes
 
+    def capacity(self, digits: Digits) -> None:
+        return None
+
+    def without_words(self, digits: Digits) -> Digits:
+        return digits
+
+    def with_words(self, digits: Digits, like: Any, capacity: int) -> Digits:
+        return digits
+
     def is_empty(self, digits: Digits) -> np.ndarray:
         return np.asarray(digits.i == 0, bool)
 
@@ -77,6 +88,9 @@ class Reference(Buffer):
 
     def words_needed(self, n: np.ndarray, denominator: int) -> int:
         return self._device.words_needed(n, denominator)
+
+    def most_words(self, steps: int, bits: float) -> int:
+        return self._device.most_words(steps, bits)
 
 
 def _big(x: Fixed) -> np.ndarray:

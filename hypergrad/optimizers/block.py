@@ -9,7 +9,7 @@ What costs by the piece (a kernel, its compilation, a schedule) costs once for l
 import dataclasses
 import math
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,13 @@ WIDE_RANGE_BITS = 8  # sums of squares up to 2^22 for float32 parameters
 Floats = dict[str, Any]  # of one block: link -> array; also the tree of new statistics, by their name
 
 
+class Lost(NamedTuple):
+    """What the values of a link lose to a decay."""
+
+    words: int  # at all steps, as the buffer keeps them
+    bits: float  # the most at one step
+
+
 @dataclasses.dataclass(frozen=True)
 class Block:
     """What one chain moves; hashable."""
@@ -45,7 +52,7 @@ class Block:
     leaf_dtype: np.dtype
     fraction_bits: tuple[int, ...]  # of each link's grid
     buffers: tuple[Buffer | None, ...]  # where the decay of each link keeps what it loses
-    words: tuple[int | None, ...]  # of each link's buffer, where the decay is known beforehand
+    known: tuple[Lost | None, ...]  # what each decay loses, where that is known beforehand
     isolated: tuple[bool, ...] = ()  # of each link, whether its increments are compiled apart from all else
     reads: tuple[frozenset[str], ...] = ()  # of each link, the links whose values enter its increments
 
@@ -132,7 +139,7 @@ def block(
     entrywise: bool,
     fraction_bits: int | None,
     unbounded: bool,
-    words: tuple[int | None, ...],
+    known: tuple[Lost | None, ...],
 ) -> Block:
     """arrays: all leaves of the tree that the block is of."""
     first = arrays[leaves[0]]
@@ -147,7 +154,7 @@ def block(
         np.dtype(first.dtype),
         tuple(bits - WIDE_RANGE_BITS if link.wide else bits for link in chain),
         tuple(_buffer(h[link.decay], unbounded) if link.decay else None for link in chain),
-        words,
+        known,
     )
 
 
@@ -201,15 +208,21 @@ def _buffer(rho: Any, unbounded: bool) -> Buffer:
     return REFERENCE if unbounded else HEADS
 
 
-def known_words(link: Link, value: Any, leaf: Array, steps: int) -> int | None:
-    """Words of the buffer of a decay whose value is known, for one leaf, even if all else is traced; else None."""
+def known_lost(link: Link, value: Any, leaf: Array, steps: int) -> Lost | None:
+    """What one leaf loses to a decay whose value is known, even if all else is traced; else None."""
     if value is None or not concrete(value):
         return None
     with jax.ensure_compile_time_eval():
         rho = np.asarray(value.values if isinstance(value, PerStep) else [value], compute_dtype(leaf))
     n = known_numerator(rho, link.denominator)
     least = n.reshape(n.shape[0], -1).min(axis=1, initial=link.denominator)
-    return _buffer(rho, unbounded=False).words_needed(np.broadcast_to(least, (steps,)), link.denominator)
+    return lost_by(_buffer(rho, unbounded=False), np.broadcast_to(least, (steps,)), link)
+
+
+def lost_by(buffer: Buffer, n: np.ndarray, link: Link) -> Lost:
+    """n: its smallest numerator at each step, int64 [steps]."""
+    bits = math.log2(link.denominator / n.min(initial=link.denominator))
+    return Lost(buffer.words_needed(n, link.denominator), bits)
 
 
 def statistics_in(blocks: tuple[Block, ...]) -> bool:

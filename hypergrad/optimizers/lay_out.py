@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from hypergrad.optimizers.block import Block, Floats, block, groups, known_words, shared_value
+from hypergrad.optimizers.block import Block, Floats, block, groups, known_lost, shared_value
 from hypergrad.optimizers.chain import STATISTICS, Optimizer, check_invertible
 from hypergrad.optimizers.expand import (
     Field,
@@ -65,11 +65,11 @@ def lay_out(
         if state is not None:
             hj = stack.rule.optimizer.begin(hj, start)
         rule_fields = of_leaf[first][-1]
-        words = tuple(
-            known_words(link, rule_fields[link.decay].values[first], leaves[first], steps) if link.decay in given else None
+        known = tuple(
+            known_lost(link, rule_fields[link.decay].values[first], leaves[first], steps) if link.decay in given else None
             for link in stack.chain
         )
-        options: Any = {"entrywise": stack.entrywise, "fraction_bits": fraction_bits, "unbounded": unbounded, "words": words}
+        options: Any = {"entrywise": stack.entrywise, "fraction_bits": fraction_bits, "unbounded": unbounded, "known": known}
         blocks.append(block(own, list(leaves), stack.chain, hj, **options))
         h.append(hj)
         alike.append(_decays_alike(stack, of_leaf[first], first, given, blocks[-1]))
@@ -109,8 +109,8 @@ def with_statistics(out: LaidOut, statistics: Statistics, steps: int, fraction_b
     leaves, rates = jax.tree.leaves(statistics.values), prepared_statistics(statistics, steps)
     decays = broadcast_prefix("statistics.decay", statistics.decay, statistics.values, "the statistics")
     for i, (leaf, h, decay) in enumerate(zip(leaves, rates, decays, strict=True)):
-        words = (known_words(MEANS, decay, leaf, steps),)
-        options: Any = {"entrywise": False, "fraction_bits": fraction_bits, "unbounded": unbounded, "words": words}
+        known = (known_lost(MEANS, decay, leaf, steps),)
+        options: Any = {"entrywise": False, "fraction_bits": fraction_bits, "unbounded": unbounded, "known": known}
         own = block((i,), leaves, (MEANS,), h, **options)
         out.blocks.append(own)
         out.values.append({STATISTICS: leaf.astype(compute_dtype(leaf))})

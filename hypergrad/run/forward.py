@@ -25,19 +25,26 @@ class Seen(NamedTuple):
     batches: Array | None  # their prints, uint64 [steps]; None where they are functions of t for certain
 
 
+class Span(NamedTuple):
+    """Steps in a row."""
+
+    first: Any  # int, or int32 [] inside of a loop over spans
+    length: int
+
+
 def forward(
     run: Run,
     inputs: Inputs,
     state: State,
     entries: list[Any],
     pause: Pause | None = None,
-    span: tuple[int, int] | None = None,
+    span: Span | None = None,
 ) -> tuple[State, Seen, Array]:
-    """Train: `step` for t from first to last - 1, (first, last) = `span`, None for all steps; also `sizes` of gradients.
+    """Train: `step` at all steps, or those of a span; also `sizes` of gradients.
 
-    Call it inside `jax.enable_x64(True)`. entries: of all steps, with a leading axis, for each schedule.
+    Call it inside `jax.enable_x64(True)`. entries: of all steps, with a leading axis, for each schedule. Words of a span are
+    counted from its first.
     """
-    first, last = span or (0, run.steps)
     constant, stepped = run.outside_loop(split, inputs.h)
     theta, theta_stepped = run.functions.theta.parted(inputs.theta)
     gradient = run.maybe_jit(run.gradient)
@@ -46,14 +53,24 @@ def forward(
         state, seen, g = train_step(run, gradient, consts, state, x)
         return state, (seen, sizes(x[0], g))
 
-    xs = (jnp.arange(first, last, dtype=jnp.int32), *of_span(span, ((stepped, theta_stepped), entries)))
+    xs = (steps_of(run, span), of_span(span, (stepped, theta_stepped)), entries_of(span, entries))
     end, (seen, of_gradients) = run.loop(body, (constant, theta, inputs.frozen), state, xs, pause=pause)
     return end, seen, of_gradients
 
 
-def of_span(span: tuple[int, int] | None, tree: Any) -> Any:
+def steps_of(run: Run, span: Span | None) -> Array:
+    """Their numbers: int32 [length]."""
+    return jnp.arange(run.steps, dtype=jnp.int32) if span is None else span.first + jnp.arange(span.length, dtype=jnp.int32)
+
+
+def of_span(span: Span | None, tree: Any) -> Any:
     """Of what has a leading axis of all steps."""
-    return tree if span is None else jax.tree.map(lambda x: x[span[0] : span[1]], tree)
+    return tree if span is None else jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, *span), tree)
+
+
+def entries_of(span: Span | None, entries: list[Any]) -> list[Any]:
+    """Of each schedule, with words counted from the first of the span."""
+    return entries if span is None else [of_span(span, entry).restarted() for entry in entries]
 
 
 def train_step(run: Run, gradient: Callable[..., Any], consts: Any, state: State, x: Any) -> tuple[State, Seen, list[Array]]:

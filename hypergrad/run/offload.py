@@ -3,7 +3,7 @@
 Invariant: `stacks[block][link].words` are the words that the stack on the device would hold, in their order.
 
 All slots are set to 0, so that the reverse pass reads each word from row 0. In the forward pass, a word of `Words` stays
-there from the step that it leaves at until the next one leaves. The mirror of a head (hypergrad/exact/buffers.py) is in row
+there from the step that it leaves at until the next one leaves. The mirror of a head (hypergrad/exact/heads.py) is in row
 0, or in row 1 at a step that spills: the word that leaves at step t is in row 1 if step t - 1 spilled too, else in row 0,
 until step t writes. When that happens is known beforehand.
 """

@@ -5,6 +5,7 @@ Invariant: `Run.batch` is one function of t, and `Run.gradient` one of (paramete
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -71,7 +72,18 @@ class Run:
     progress: drivers.Progress | None = None  # told by host drivers how far they are
     offload: bool = False  # whether spilled words go to host memory
     retries: bool = False  # whether a reverse pass that fails is tried again with gradients apart
-    first: int = 0  # the step that the reverse pass ends with
+    first: int = 0  # the step that the last segment begins with: that whose words are kept
+    segments: tuple[int, ...] = ()  # how what comes before is cut: so many, of so many each, ...; (): it is not undone
+
+    @property
+    def undone(self) -> int:
+        """The step that the reverse pass ends with."""
+        return 0 if self.segments else self.first
+
+    @property
+    def longest(self) -> int:
+        """Steps between two at which stacks are empty."""
+        return max(self.steps - self.first, self.first // math.prod(self.segments) if self.segments else 0)
 
     @functools.cached_property
     def parameters(self) -> range:
@@ -191,10 +203,17 @@ class Run:
         return of_parameters + [{STATISTICS: x} for x in seen]
 
     def loop(
-        self, body: drivers.Body, consts: Any, carry: Any, xs: Any, reverse: bool = False, pause: drivers.Pause | None = None
+        self,
+        body: drivers.Body,
+        consts: Any,
+        carry: Any,
+        xs: Any,
+        reverse: bool = False,
+        pause: drivers.Pause | None = None,
+        fixed: Hashable = None,
     ) -> tuple[Any, Any]:
         """The body over all steps of xs = (t, ...): a function of (consts, carry, x) that closes over nothing but what the
-        run fixes."""
+        run fixes, and what is `fixed` beside it."""
         if self.driver == "scan":
             return drivers.scan(body, consts, carry, xs, reverse)
         feed, fed = None, 0
@@ -202,7 +221,7 @@ class Run:
             feed, fed = functools.partial(self.source.leaves, steps=self.steps), len(self.source.like)
         between = drivers.Between(feed, fed, pause or drivers.Pause(), self.progress)
         if self.driver == "host":
-            return drivers.host(body, (body.__code__, self.bare()), consts, carry, xs, reverse, between)
+            return drivers.host(body, (body.__code__, self.bare(), fixed), consts, carry, xs, reverse, between)
         return drivers.host_eager(body, consts, carry, xs, reverse, between)
 
     def outside_loop(self, function: Callable[..., Any], *args: Any, static: tuple[Any, ...] = ()) -> Any:

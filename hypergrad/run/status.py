@@ -4,10 +4,12 @@ Invariant: what went wrong first is what is told, whichever adjoint ran.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from hypergrad.errors import BUFFER_FULL, DECAY, NON_FINITE, OK, RANGE, Status
@@ -90,12 +92,12 @@ def _decays(run: Run, h: list[Hypers]) -> Found | None:
     """The last decay out of its interval; None if all were known, and looked at, when the program was built."""
     found = None
     rows = [
-        (link, words, own)
+        (link, known, own)
         for b, own in zip(run.blocks, h, strict=True)
-        for link, words in zip(b.chain, b.words, strict=True)
+        for link, known in zip(b.chain, b.known, strict=True)
     ]
-    for index, (link, words, own) in enumerate(rows, len(run.labels.places) - len(rows)):
-        if link.decay and words is None:
+    for index, (link, known, own) in enumerate(rows, len(run.labels.places) - len(rows)):
+        if link.decay and known is None:
             bad, step, value = first_bad_decay(link, own)
             found = _first(Found(jnp.where(bad, DECAY, OK), step, index, value), found or Found(OK))
     return found
@@ -127,8 +129,18 @@ def _words(run: Run, plan: Plan, capacity: Capacity) -> Found:
     for block, own, rooms in zip(run.blocks, by_link(run, plan), capacity, strict=True):
         for link, room in zip(block.chain, rooms, strict=True):
             if link.name in own and room is not None:
-                full |= own[link.name].words > room
+                full |= _most_of_a_segment(run, own[link.name]) > room
     return Found(jnp.where(full, BUFFER_FULL, OK))
+
+
+def _most_of_a_segment(run: Run, schedule: Schedule) -> Array:
+    """Words that leave between two steps before which stacks are empty."""
+    if not run.first:
+        return schedule.words
+    length = run.first // math.prod(run.segments)
+    before = [*(range(0, run.first, length) if run.segments else ()), run.first]
+    counts = jnp.append(schedule.entries.slot[np.asarray(before)], schedule.words)
+    return jnp.diff(counts).max()
 
 
 def most_words(plan: Plan) -> Array:

@@ -171,6 +171,34 @@ def initial_state(run: Run, values: list[Floats], capacity: tuple[tuple[int | No
     return state
 
 
+def with_words(run: Run, state: State, capacity: tuple[tuple[int | None, ...], ...]) -> State:
+    """With empty stacks of so many words: the state before steps that are to be reversed to here."""
+
+    def filled(block: Block, link: Link, slot: Slot, room: int | None) -> Slot:
+        if not link.decay or room is None:
+            return slot
+        return slot._replace(digits=block.buffer(link).with_words(slot.digits, slot.value.high, room))
+
+    return [
+        {k.name: filled(block, k, slots[k.name], room) for k, room in zip(block.chain, words, strict=True)}
+        for block, slots, words in zip(run.blocks, state, capacity, strict=True)
+    ]
+
+
+def capacity_of(run: Run, state: State) -> tuple[tuple[int | None, ...], ...]:
+    """Words that each stack has room for."""
+    return tuple(
+        tuple(b.buffer(k).capacity(slots[k.name].digits) if k.decay else None for k in b.chain)
+        for b, slots in zip(run.blocks, state, strict=True)
+    )
+
+
+def without_words(run: Run, state: State) -> State:
+    """Without stacks: integers, and heads."""
+    bare = lambda b, k, s: s if s.digits is None else s._replace(digits=b.buffer(k).without_words(s.digits))  # noqa: E731
+    return map_state(bare, run, state)
+
+
 def matches_initial(run: Run, values: list[Floats], state: State) -> Array:
     """Of each block and link, whether this is exactly the state that `initial_state` makes: bool [blocks' links]. The
     certificate.

@@ -1,6 +1,7 @@
 """Losses whose gradient XLA:CPU rounds otherwise beside its derivative: they are reversed all the same, at a cost that is
 said once."""
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from jax.scipy.ndimage import map_coordinates
 
 import hypergrad as hg
 from hypergrad import _programs as programs
-from hypergrad.adjoints import backward, retry
+from hypergrad.adjoints import backward, retry, reversible
 
 
 class Case(NamedTuple):
@@ -122,6 +123,13 @@ def test_the_scan_takes_the_gradient_apart() -> None:
     ours = told_once(gradient)
     assert_close(ours, expected("convolutions"))
     assert_close(gradient(), ours)  # what is known needs no second warning: they are errors here
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_so_does_a_run_cut_into_segments(transform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reversible, "cut", lambda run, *_: dataclasses.replace(run, first=2, segments=(2,)))
+    gradient = transform(jax.grad(lambda i: value(i, "convolutions", memory_budget=1)))
+    assert_close(told(lambda: gradient(inputs("convolutions")))[0], expected("convolutions"))
 
 
 @pytest.mark.parametrize("isolate", [None, True])

@@ -12,7 +12,7 @@ from extremes import BUFFERS, DENOMINATORS, SMALLEST, STEPS, numerators, schedul
 from hypothesis import strategies as st
 
 from hypergrad.exact import DEFERRED, HEADS, WORD_BITS, Fixed
-from hypergrad.exact.buffers import FULL_SCALE, DeferredEntry
+from hypergrad.exact.deferred import FULL_SCALE, DeferredEntry
 
 
 pytestmark = pytest.mark.of_bits
@@ -202,3 +202,23 @@ def test_noise_of_a_deferred_second_moment_is_what_the_docstring_says():
     g = np.random.default_rng(0).uniform(size=(3000, 500)) * 1e-12
     found, exact = means(DEFERRED, True, 65470, g, 40)
     assert 4e-22 < (found - exact).std() < 1.2e-21  # the docstring: up to 5.5e-21, at the coarsest
+
+
+@pytest.mark.parametrize("buffer", [HEADS, DEFERRED], ids=["heads", "deferred"])
+@pytest.mark.parametrize("d", DENOMINATORS)
+@hypothesis.given(data=st.data())
+def test_no_steps_in_a_row_spill_more_words_than_their_bound(buffer, d, data):
+    smallest = data.draw(st.sampled_from([SMALLEST[d], d // 2, d - d // 10, d - 1]))
+    n = np.asarray(data.draw(st.lists(st.integers(smallest, d - 1), min_size=1, max_size=STEPS)))
+    found = schedule(buffer, n, d)
+    counts = np.append(np.asarray(found.entries.slot), int(found.words))
+    bits = np.log2(d / n.min())
+    for length in range(1, len(n) + 1):
+        assert (counts[length:] - counts[:-length]).max() <= buffer.most_words(length, bits), length
+
+
+@pytest.mark.parametrize("buffer", [HEADS, DEFERRED], ids=["heads", "deferred"])
+def test_the_bound_is_near(buffer):
+    n = np.full(LONG, round(0.9 * 2**16))
+    found = schedule(buffer, n, 2**16)
+    assert buffer.most_words(LONG, np.log2(2**16 / n[0])) <= int(found.words) + (4 if buffer == HEADS else 1)

@@ -39,7 +39,7 @@ from extremes import (
 from hypothesis import strategies as st
 
 from hypergrad.exact import DEFERRED, HEADS, Buffer, Deferred, Fixed, Heads, HeadsAndWords, Reference, SpillEntry, Words
-from hypergrad.exact.buffers import FULL_SCALE
+from hypergrad.exact.deferred import FULL_SCALE
 
 
 pytestmark = pytest.mark.of_bits

@@ -1,0 +1,102 @@
+"""A budget of memory, and how a run is cut where it does not hold the words of all steps.
+
+Invariant: states that are kept between segments, and the words of the longest, take no more bytes than the budget.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hypergrad.adjoints.capacity import lost_of, words_of
+from hypergrad.exact import HEADS, WORD_BITS
+from hypergrad.optimizers.block import Block, Lost
+from hypergrad.optimizers.chain import Link
+from hypergrad.optimizers.expand import Hypers
+from hypergrad.run.spec import Run
+
+
+LEVELS = 3  # of segments within segments
+
+_UNITS = {
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+
+
+def bytes_of(budget: Any) -> int:
+    """2048 or "512MiB" -> bytes."""
+    if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
+        return budget
+    units = "|".join(_UNITS)
+    if isinstance(budget, str) and (match := re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({units})\s*", budget)):
+        size = int(float(match[1]) * _UNITS[match[2]])
+        if size > 0:
+            return size
+    raise ValueError(
+        f'`memory_budget` must be bytes, an int above 0, or a string such as "512MiB" or "2 GB"; got {budget!r}.'
+    )
+
+
+def shown_bytes(size: int) -> str:
+    for unit in ("GiB", "MiB", "KiB"):
+        if size >= _UNITS[unit]:
+            return f"{size / _UNITS[unit]:.1f} {unit}"
+    return f"{size} B"
+
+
+def cut(run: Run, h: list[Hypers], budget: int, capacity: int | None) -> Run:
+    """The run cut as little as the budget allows, in bytes.
+
+    Not at all where it holds the words of all steps, else into the fewest segments that fit, each of which is replayed once;
+    where none do, into segments of segments, replayed once more a level. Raises ValueError with the smallest budget.
+    capacity: 32-bit words of all steps, as users give it.
+    """
+    state, decaying = _bytes_of_state(run), list(_decaying(run, h, capacity))
+    smallest = None
+    for candidate in _candidates(run):
+        entries = (
+            (words_of(candidate, block, link, lost) + (block.buffer(link) == HEADS)) * math.prod(block.shape)
+            for block, link, lost in decaying
+        )
+        needed = sum(candidate.segments) * state + sum(entries) * WORD_BITS // 8
+        if needed <= budget:
+            return candidate
+        smallest = needed if smallest is None else min(smallest, needed)
+    raise ValueError(
+        f"memory_budget={shown_bytes(budget)} is too little to reverse {run.steps} steps: states of {shown_bytes(state)} "
+        f"are kept now and then, and the lost digits between two. The smallest that works is {smallest} bytes."
+    )
+
+
+def _candidates(run: Run) -> Iterator[Run]:
+    yield run
+    for levels in range(1, LEVELS + 1):
+        for count in range(1 if levels == 1 else 2, run.steps):
+            many = count**levels
+            length = min(-(-run.steps // (many + 1)), (run.steps - 1) // many)
+            if not length:
+                break
+            yield dataclasses.replace(run, first=many * length, segments=(count,) * levels)
+
+
+def _bytes_of_state(run: Run) -> int:
+    """Integers of all links, and heads."""
+    links = [(block, link) for block in run.blocks for link in block.chain]
+    heads = [4 if link.decay and block.buffer(link) == HEADS else 0 for block, link in links]
+    return sum(math.prod(b.shape) * (8 * (1 + k.wide) + head) for (b, k), head in zip(links, heads, strict=True))
+
+
+def _decaying(run: Run, h: list[Hypers], capacity: int | None) -> Iterator[tuple[Block, Link, Lost]]:
+    for block, own in zip(run.blocks, h, strict=True):
+        for link, known in zip(block.chain, block.known, strict=True):
+            if link.decay:
+                yield block, link, lost_of(run, block, link, known, own, capacity)[0]

@@ -1,0 +1,204 @@
+"""A run cut into segments: the hypergradient of `hg.Reversible`, bit for bit, in the memory that it is given."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import network
+from tiny import BATCHES, PARAMS, fails, final, loss
+
+import hypergrad as hg
+from hypergrad._train import set_up
+from hypergrad.adjoints import passes, reversible, segments
+from hypergrad.adjoints.auto import room
+from hypergrad.adjoints.budget import cut
+from hypergrad.adjoints.capacity import capacities
+
+
+STEPS = 11
+NET = network("layer norm")
+
+# (where the last segment begins, how what comes before is cut)
+CUTS = {"one": (8, (4,)), "two levels": (8, (2, 2)), "three levels": (8, (2, 2, 2)), "steps": (10, (10,)), "once": (5, (1,))}
+
+
+def own_decays(dtype: Any) -> Any:
+    return jax.tree.map(lambda w: jnp.linspace(0.05, 0.6, w.size, dtype=dtype).reshape(w.shape), NET.params(dtype))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda dtype: hg.SGD(hg.PerStep(jnp.linspace(0.1, 0.3, STEPS, dtype=dtype)), jnp.asarray(0.05, dtype)),
+    "decays of each weight": lambda dtype: hg.SGD(0.1, own_decays(dtype)),
+    "adam": lambda dtype: hg.Adam(hg.PerStep(jnp.linspace(0.01, 0.02, STEPS, dtype=dtype)), 0.3),
+    "clipped": lambda dtype: hg.clip_by_global_norm(hg.SGD(0.2, jnp.asarray(0.5, dtype)), 1.0),
+}
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Cut as told, whatever the budget."""
+
+    def choose(first: int, cuts: tuple[int, ...]) -> Any:
+        monkeypatch.setattr(reversible, "cut", lambda run, *_: dataclasses.replace(run, first=first, segments=cuts))
+        return hg.Reversible(memory_budget="1 GiB")
+
+    return choose
+
+
+def value(optimizer: Any, theta: Any, adjoint: Any, dtype: Any = jnp.float32, loss: Any = NET.loss) -> Any:
+    run = hg.train(loss, NET.params(dtype), optimizer, NET.batches(STEPS), theta=theta, adjoint=adjoint)
+    return NET.value(run.params) + jnp.sum(run.losses)
+
+
+def gradients(name: str, adjoint: Any, dtype: Any = jnp.float32) -> list[Any]:
+    arrays = OPTIMIZERS[name](dtype), NET.theta(dtype)
+    return jax.tree.leaves(jax.grad(lambda a: value(*a, adjoint, dtype))(arrays))
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("where", CUTS)
+def test_its_bits_are_those_of_the_whole_run(where: str, by_hand: Any) -> None:
+    for x, y in zip(gradients("sgd", by_hand(*CUTS[where])), gradients("sgd", hg.Reversible()), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("name", list(OPTIMIZERS)[1:])
+def test_of_every_rule(name: str, by_hand: Any) -> None:
+    with jax.enable_x64(True):
+        found = gradients(name, by_hand(*CUTS["two levels"]), jnp.float64)
+        for x, y in zip(found, gradients(name, hg.Reversible(), jnp.float64), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-300)
+        for x, y in zip(found, gradients(name, hg.Unrolled(), jnp.float64), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9 * float(jnp.abs(y).max()))
+
+
+@pytest.mark.of_bits
+def test_inside_of_jit_and_vmap(by_hand: Any) -> None:
+    adjoint, rates = by_hand(*CUTS["one"]), jnp.asarray([0.1, 0.2, 0.3])
+
+    def gradient(adjoint: Any, rate: Any) -> Any:
+        return jax.grad(lambda r: value(hg.SGD(r, 0.5), NET.theta(), adjoint))(rate)
+
+    for transform in (jax.jit, jax.vmap):
+        at = (lambda f: jnp.stack([f(r) for r in rates])) if transform is jax.jit else (lambda f: f(rates))
+        found, expected = (at(transform(functools.partial(gradient, a))) for a in (adjoint, hg.Reversible()))
+        np.testing.assert_allclose(found, expected, rtol=2e-5)
+
+
+@pytest.mark.of_bits
+def test_running_statistics_and_values_per_step_of_theta(by_hand: Any) -> None:
+    def stated(params: Any, theta: Any, batch: Any) -> Any:
+        seen = jnp.mean(batch[0], axis=0)
+        return theta["scale"] * NET.loss(params, theta["decay"], batch), seen
+
+    def run(scale: Any, adjoint: Any) -> Any:
+        theta = {"scale": hg.PerStep(scale), "decay": NET.theta()}
+        options = {"statistics": hg.Statistics(jnp.zeros(NET.data[0].shape[1]), 0.3), "adjoint": adjoint}
+        out = hg.train(stated, NET.params(), hg.SGD(0.1), NET.batches(STEPS), theta=theta, **options)
+        return NET.value(out.params) + jnp.sum(out.statistics)
+
+    scales = jnp.linspace(0.5, 1.5, STEPS)
+    found, expected = (jax.grad(run)(scales, a) for a in (by_hand(*CUTS["two levels"]), hg.Reversible()))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("level", ["one", "two levels"])
+def test_a_replay_that_ends_elsewhere_is_found(level: str, by_hand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    adjoint, honest = by_hand(*CUTS[level]), segments.forward
+    trained = passes.replay
+
+    def lying(*args: Any, **options: Any) -> Any:
+        end, *seen = honest(*args, **options)
+        moved = [{n: s._replace(value=s.value._replace(high=s.value.high + 1)) for n, s in own.items()} for own in end]
+        return (moved, *seen)
+
+    def first_time(*args: Any) -> Any:
+        monkeypatch.setattr(segments, "forward", honest)
+        try:
+            return trained(*args)
+        finally:
+            monkeypatch.setattr(segments, "forward", lying)
+
+    monkeypatch.setattr(passes, "replay", first_time)
+    fresh = lambda *a: NET.loss(*a) * 1.5  # noqa: E731
+    with fails(hg.ReversalError, "velocity['scale']"):
+        jax.grad(lambda r: value(hg.SGD(r, 0.5), NET.theta(), adjoint, loss=fresh))(0.1)
+
+
+@pytest.mark.parametrize("momentum", [0.02, 0.3])
+@pytest.mark.parametrize("steps", [50, 400, 3000])
+def test_states_and_words_take_no_more_than_the_budget(momentum: float, steps: int) -> None:
+    run, inputs, _ = set_up(loss, PARAMS, hg.SGD(0.1, momentum), BATCHES, None, steps, None, hg.Reversible(), True)
+    with jax.enable_x64(True):
+        with fails(ValueError, "memory_budget=1 B is too little", "The smallest that works is") as caught:
+            cut(run, inputs.h, 1, None)
+        smallest = int(str(caught.value).split()[-2])
+        whole = capacities(run, inputs.h, None)[0][0] * 4
+        for budget in np.linspace(smallest, whole, 9).astype(int).tolist():
+            found = cut(run, inputs.h, budget, None)
+            words = capacities(found, inputs.h, None)[0][0]
+            assert sum(found.segments) * 2 * 8 * 2 + words * 2 * 2 <= budget
+            assert found.first % math.prod(found.segments) == 0 and 0 <= found.first < steps
+        assert not cut(run, inputs.h, whole, None).first
+        with fails(ValueError, f"smallest that works is {smallest} bytes"):
+            cut(run, inputs.h, smallest - 1, None)
+
+
+def test_a_budget_is_kept_to() -> None:
+    """Of 4,096 parameters, what XLA sets aside for the whole derivative: without a budget it grows with the steps."""
+
+    def bytes_of(steps: int, budget: int | None) -> int:
+        wide = {"w": jnp.zeros((64, 64))}
+        square = lambda params, _, batch: jnp.mean((jnp.tanh(batch @ params["w"]) - batch) ** 2)  # noqa: E731
+        adjoint = hg.Reversible(memory_budget=budget)
+        batches = hg.full_batch(jnp.ones((2, 64)))
+        run, inputs, _ = set_up(square, wide, hg.SGD(0.1, 0.1), batches, None, steps, None, adjoint, True)
+        return room(adjoint, run, inputs, (True,) * len(jax.tree.leaves(inputs[:3]))).device
+
+    budget = 2**20
+    assert bytes_of(4000, None) > 6 * budget
+    assert bytes_of(4000, budget) < budget + 4000 * 8 * 40, "beside it, what a step must know: rows of the schedules"
+
+
+@pytest.mark.of_bits
+def test_the_smallest_budget_works() -> None:
+    optimizer, steps = hg.SGD(0.1, 0.02), 200
+    with fails(ValueError, "too little") as caught:
+        jax.grad(lambda p: final(params=p, optimizer=optimizer, steps=steps, adjoint=hg.Reversible(memory_budget=1)))(PARAMS)
+    smallest = int(str(caught.value).split()[-2])
+    found, expected = (
+        jax.grad(lambda p, a=a: final(params=p, optimizer=optimizer, steps=steps, adjoint=a))(PARAMS)
+        for a in (hg.Reversible(memory_budget=smallest), hg.Reversible())
+    )
+    np.testing.assert_array_equal(found["w"], expected["w"])
+
+
+@pytest.mark.of_bits
+def test_decays_that_are_traced_need_the_capacity_that_the_error_names() -> None:
+    def gradient(capacity: int | None) -> Any:
+        adjoint = hg.Reversible(memory_budget=1000, capacity=capacity)
+        return jax.jit(jax.grad(lambda m: final(optimizer=hg.SGD(0.1, m), steps=100, adjoint=adjoint)))(0.02)
+
+    with fails(jax.errors.JaxRuntimeError, "needs 18 32-bit words", "capacity=18"):
+        gradient(None)
+    expected = jax.grad(lambda m: final(optimizer=hg.SGD(0.1, m), steps=100))(0.02)
+    np.testing.assert_allclose(gradient(18), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"driver": "host"}, {"buffer": "host"}])
+def test_what_does_not_go_with_a_budget(options: Any) -> None:
+    with fails(ValueError, "`memory_budget` is for digits on the device", "leave out `buffer`"):
+        hg.Reversible(memory_budget="1 MiB", **options)
+
+
+@pytest.mark.parametrize("budget", [0, -1, True, "12", "3 parsecs", 1.5])
+def test_what_is_no_budget(budget: Any) -> None:
+    with fails(ValueError, "`memory_budget` must be bytes", repr(budget)):
+        hg.Reversible(memory_budget=budget)
