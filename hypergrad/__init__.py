@@ -27,6 +27,7 @@ from hypergrad._train import Trained as Trained
 from hypergrad._train import train as train
 from hypergrad.adjoints import Auto as Auto
 from hypergrad.adjoints import Checkpointed as Checkpointed
+from hypergrad.adjoints import Disk as Disk
 from hypergrad.adjoints import Reversible as Reversible
 from hypergrad.adjoints import Truncated as Truncated
 from hypergrad.adjoints import Unrolled as Unrolled
@@ -40,6 +41,7 @@ from hypergrad.errors import HypergradError as HypergradError
 from hypergrad.errors import NonFiniteError as NonFiniteError
 from hypergrad.errors import RangeError as RangeError
 from hypergrad.errors import ReversalError as ReversalError
+from hypergrad.errors import StorageError as StorageError
 from hypergrad.hypers import bounded as bounded
 from hypergrad.hypers import fixed as fixed
 from hypergrad.hypers import natural as natural

@@ -20,7 +20,7 @@ from hypergrad.errors import OK, Status
 from hypergrad.exact import all_of
 from hypergrad.optimizers.chain import PARAMS
 from hypergrad.run.fingerprints import print_of, state_prints
-from hypergrad.run.forward import Seen, theta_of_step, train_step
+from hypergrad.run.forward import Seen, steps_of, theta_of_step, train_step
 from hypergrad.run.spec import Inputs, Run, by_link, join_steps, schedules, split
 from hypergrad.run.status import Capacity, assess, most_words
 from hypergrad.run.step import Signals, State, final_values, initial_state, matches_initial, unstep
@@ -114,11 +114,11 @@ class _Judged(NamedTuple):
 
 def _there_and_back(run: Run, capacity: Capacity, inputs: Inputs) -> tuple[_Judged, State, _Pass, _Pass]:
     plan, first, largest_first = run.outside_loop(_begin, inputs, static=(capacity,))
-    constant, stepped = run.outside_loop(split, inputs.h)
+    constant, _ = run.outside_loop(split, inputs.h)
     gradient = run.maybe_jit(run.gradient)
-    theta, theta_stepped = run.functions.theta.parted(inputs.theta)
+    theta, _ = run.functions.theta.parted(inputs.theta)
     consts = (constant, theta, inputs.frozen)
-    xs = (jnp.arange(run.steps, dtype=jnp.int32), (stepped, theta_stepped), [schedule.entries for schedule in plan])
+    xs = steps_of(run, inputs, [schedule.entries for schedule in plan])
 
     def forward(consts: Any, state: State, x: Any) -> Any:
         prints = state_prints(run, state), print_of(run.batch(consts[-1], x[0]))
@@ -127,7 +127,7 @@ def _there_and_back(run: Run, capacity: Capacity, inputs: Inputs) -> tuple[_Judg
 
     def backward(consts: Any, state: State, x: Any) -> Any:
         constant, theta, frozen = consts
-        t, (stepped, theta_stepped), entries = x
+        t, ((stepped, theta_stepped), _), entries = x
         batch, losses = run.batch(frozen, t), []
         theta, _ = theta_of_step(run, t, theta, theta_stepped, frozen, batch)
 

@@ -144,7 +144,7 @@ def set_up(
         statistics_tree=statistics_tree,
         source=source,
         progress=adjoint.progress,
-        offload=adjoint.buffer == "host",
+        store=adjoint.store,
         retries=adjoint.isolate is None,
     )
     run = with_foreign(run, values, of_one_step, seen)

@@ -33,7 +33,11 @@ class NonFiniteError(HypergradError, FloatingPointError):
     """A loss, gradient, update or hypergradient is NaN or infinite."""
 
 
-for _class in (HypergradError, ReversalError, RangeError, BufferFullError, NonFiniteError):
+class StorageError(HypergradError, OSError):
+    """The files of a run's lost digits cannot be written, or are not what was written."""
+
+
+for _class in (HypergradError, ReversalError, RangeError, BufferFullError, NonFiniteError, StorageError):
     _class.__module__ = "hypergrad"
     _class.__name__ = f"hypergrad.{_class.__name__}"  # XLA reports only this of an error raised in compiled code
 

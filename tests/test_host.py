@@ -19,7 +19,7 @@ from hypergrad import _programs as programs
 from hypergrad._train import set_up
 from hypergrad.adjoints import passes
 from hypergrad.adjoints.capacity import capacities
-from hypergrad.run import offload
+from hypergrad.run import spec, stores
 
 
 def key_of(function, *args):
@@ -192,30 +192,39 @@ SPILLING = {
 }
 
 
+@pytest.fixture(params=[None, 4, 1])
+def stored(request, monkeypatch):
+    """In one segment, or some of so many steps."""
+    monkeypatch.setattr(spec, "STORED", request.param or spec.STORED)
+
+
+@pytest.mark.usefixtures("stored")
+@pytest.mark.parametrize("driver", ["scan", "host"])
 @pytest.mark.parametrize("kind", SPILLING)
-def test_words_on_the_host_are_those_of_the_device(kind):
+def test_words_on_the_host_are_those_of_the_device(kind, driver):
     optimizer, steps = SPILLING[kind]
-    host, device = (ends(hg.Reversible(driver="host", buffer=b), optimizer, steps) for b in ("host", "device"))
+    host, device = (ends(hg.Reversible(driver=driver, buffer=b), optimizer, steps) for b in ("host", "device"))
     assert_equal(host[0], device[0])
-    spilled = 0
-    for there, here in zip(device[1].last, host[1].last, strict=True):
-        for name, slot in there.items():
-            assert_equal(here[name].value, slot.value)
-            if slot.digits is not None:
-                words = here[name].digits.stack.words
-                spilled += len(words)
-                for word, expected_word in zip(words, slot.digits.stack, strict=False):
-                    assert_equal(word, expected_word)
-    assert spilled >= 2
-    assert not any(x.shape[:1] == (2,) for x in jax.tree.leaves(host[1].last) if x.dtype == jnp.uint16)
+    (slots,) = device[1].last
+    chain = [name for name in ("velocity", "mean", "square", "params") if name in slots]
+    stacks = [slots[name].digits.stack for name in chain if slots[name].digits is not None]
+    segments = host[1].words.segments.values()
+    for i, stack in enumerate(stacks):
+        words = np.concatenate([own[i][0] for own in segments])
+        assert_equal(words, stack[: len(words)])
+        assert not stack[len(words) :].any(), "all that there are"
+    assert sum(len(own[i][0]) for own in segments for i in range(len(stacks))) >= 2
+    assert not [x for x in jax.tree.leaves(host[1].last) if x.dtype == jnp.uint16]
 
 
+@pytest.mark.usefixtures("stored")
+@pytest.mark.parametrize("driver", ["scan", "host"])
 @pytest.mark.parametrize("kind", SPILLING)
-def test_words_on_the_host_come_back(kind):
+def test_words_on_the_host_come_back(kind, driver):
     optimizer, steps = SPILLING[kind]
 
     def run(buffer):
-        options = {"optimizer": optimizer, "steps": steps, "adjoint": hg.Reversible(driver="host", buffer=buffer)}
+        options = {"optimizer": optimizer, "steps": steps, "adjoint": hg.Reversible(driver=driver, buffer=buffer)}
         return lambda params: final(params=params, **options)
 
     assert_equal(jax.value_and_grad(run("host"))(PARAMS), jax.value_and_grad(run("device"))(PARAMS))
@@ -224,14 +233,14 @@ def test_words_on_the_host_come_back(kind):
 
 
 def test_a_word_that_was_lost_on_the_host_is_noticed(monkeypatch):
-    rows = offload._row
-    monkeypatch.setattr(offload, "_row", lambda stack, row: rows(stack, row) ^ 1)
+    trimmed = stores.trimmed
+    monkeypatch.setattr(stores, "trimmed", lambda stack, n: trimmed(stack, n) ^ 1)
     with fails(hg.ReversalError, "velocity['w']"):
         optimizer, steps = SPILLING["sgd"]
         jax.grad(lambda p: final(params=p, optimizer=optimizer, steps=steps, adjoint=hg.Reversible(buffer="host")))(PARAMS)
 
 
-@pytest.mark.parametrize("options", [{"driver": "scan"}, {"capacity": 3}])
-def test_words_on_the_host_need_the_host_and_no_capacity(options):
-    with fails(ValueError, 'buffer="host"', next(iter(options))):
-        hg.Reversible(buffer="host", **options)
+@pytest.mark.parametrize("options", [{"buffer": "gmpy2", "driver": "scan"}, {"buffer": "host", "capacity": 3}])
+def test_words_off_the_device_need_no_capacity(options):
+    with fails(ValueError, f'buffer="{options["buffer"]}"', list(options)[1]):
+        hg.Reversible(**options)

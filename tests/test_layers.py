@@ -36,12 +36,12 @@ PUBLIC = {
     "NAdamW", "ScheduleFreeAdamW", "Sophia", "SophiaG",
     "with_gradient_link",
     "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "partition", "to_optax",
-    "Reversible", "Truncated", "Unrolled", "Checkpointed", "Auto", "plan", "Plan",
+    "Reversible", "Truncated", "Unrolled", "Checkpointed", "Auto", "plan", "Plan", "Disk",
     "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots", "concrete_dropout",
     "hypergradient", "optimize", "restarts", "compiler_options", "Result", "MetaStep", "callbacks",
     "check_reversal", "Certificate", "testing", "plots", "studies", "curvature",
     "diagnose", "Diagnosis", "check_gradient", "GradientCheck", "check_smoothness", "Smoothness",
-    "HypergradError", "ReversalError", "RangeError", "BufferFullError", "NonFiniteError",
+    "HypergradError", "ReversalError", "RangeError", "BufferFullError", "NonFiniteError", "StorageError",
 }  # fmt: skip
 
 
@@ -204,6 +204,6 @@ def test_fields_are_the_agreed_ones():
 
 
 def test_errors_have_one_base_and_belong_to_the_package():
-    for error in (hg.ReversalError, hg.RangeError, hg.BufferFullError, hg.NonFiniteError):
+    for error in (hg.ReversalError, hg.RangeError, hg.BufferFullError, hg.NonFiniteError, hg.StorageError):
         assert issubclass(error, hg.HypergradError) and error.__module__ == "hypergrad"
     assert issubclass(hg.RangeError, ValueError) and issubclass(hg.NonFiniteError, FloatingPointError)

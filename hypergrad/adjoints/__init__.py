@@ -6,3 +6,4 @@ from hypergrad.adjoints.reversible import Reversible as Reversible
 from hypergrad.adjoints.truncated import Truncated as Truncated
 from hypergrad.adjoints.unrolled import Checkpointed as Checkpointed
 from hypergrad.adjoints.unrolled import Unrolled as Unrolled
+from hypergrad.run.disk import Disk as Disk

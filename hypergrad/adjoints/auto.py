@@ -107,14 +107,14 @@ def room(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> Room:
 def words_of(run: Run, inputs: Inputs) -> int:
     """Bytes of the buffers of all links."""
     with own_settings():
-        found = capacities(dataclasses.replace(run, offload=False), inputs.h, None)
+        found = capacities(dataclasses.replace(run, store=None), inputs.h, None)
     words = ((n or 0) * math.prod(b.shape) for b, row in zip(run.blocks, found, strict=True) for n in row)
     return sum(words) * WORD_BITS // 8
 
 
 def derivative(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> Any:
     """The compiled program of `inputs` that trains and gives the cotangents that are wanted; found again for equal runs."""
-    run = dataclasses.replace(run, throw=False, driver="scan", offload=False, source=None, progress=None)
+    run = dataclasses.replace(run, throw=False, driver="scan", store=None, source=None, progress=None)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), inputs)
     # What is known to begin with zeros is a constant, as in a user's program: XLA sets no room aside for its integers.
     zeros = tuple(concrete(x) and not jnp.any(x) for x in jax.tree.leaves(inputs.values))

@@ -35,9 +35,8 @@ from hypergrad.exact import all_of
 from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import GRADIENT, PARAMS, Link
 from hypergrad.optimizers.expand import Hypers
-from hypergrad.run.drivers import Pause
 from hypergrad.run.fingerprints import print_of, state_prints
-from hypergrad.run.forward import Seen, Span, entries_of, of_span, steps_of, theta_of_step
+from hypergrad.run.forward import Seen, theta_of_step
 from hypergrad.run.reads import StepTheta
 from hypergrad.run.spec import Inputs, Run, by_link, join_steps, split
 from hypergrad.run.step import (
@@ -143,70 +142,49 @@ class Pass(NamedTuple):
     last: int  # the step that is undone first
 
 
-class Way(NamedTuple):
-    """What the whole way back shares."""
+def undo(run: Run, wanted: tuple[bool, ...], consts: Any, carry: Any, xs: Any) -> tuple[Any, Any]:
+    """`step_vjp` at the steps of xs, the last first; also what is found of each step.
 
-    run: Run
-    inputs: Inputs
-    entries: list[Any]  # of all steps, for each schedule
-    dlosses: Array | None
-    consts: Any
-    by_step: Any
-    pass_: Pass
-
-    def undo(self, carry: Any, span: Span | None = None, pause: Pause | None = None) -> tuple[Any, Any]:
-        """All steps, or those of a span, whose words are counted from its first. Also what is found of each step."""
-        run = self.run
-
-        def body(consts: Any, carry: Any, x: Any) -> tuple[Any, Any]:
-            state, (dz, pending, dconstant, dtheta), doubt = carry
-            (constant, theta, unit, frozen), (t, ((stepped, theta_stepped), dloss), entries) = consts, x
-            h = join_steps(constant, stepped)
-            ct = Cotangents(list(map(decayed, dz, pending)), jax.tree.map(jnp.zeros_like, h), dtheta)
-            given = Given(h, by_link(run, entries), (theta, theta_stepped), frozen, dloss, unit)
-            done = step_vjp(run, self.pass_, t, state, ct, given, doubt)
-            dstepped = [{k: dh[k] for k in hj} for dh, hj in zip(done.ct.h, stepped, strict=True)]
-            dconstant = [{k: dh[k] + old[k] for k in old} for dh, old in zip(done.ct.h, dconstant, strict=True)]
-            carry = (done.state, (done.ct.z, done.pending, dconstant, done.ct.theta), done.doubt)
-            return carry, ((dstepped, done.dtheta), done.seen, _watched(run, done))
-
-        xs = (steps_of(run, span), of_span(span, (self.by_step, self.dlosses)), entries_of(span, self.entries))
-        return run.loop(body, self.consts, carry, xs, True, pause, fixed=self.pass_.wanted)
-
-
-def begin(
-    run: Run,
-    inputs: Inputs,
-    end: State,
-    entries: list[Any],
-    ct: Cotangents,
-    dlosses: Array | None,
-    wanted: tuple[bool, ...],
-    doubt: Array | None = None,
-) -> tuple[Way, Any]:
-    """From the state after the last step, and the cotangents of what comes out: the way back, and what it carries.
-
-    Call it, and all that follows, inside `jax.enable_x64(True)`.
-
-    entries: of all steps, for each schedule. wanted: which leaves of theta are differentiated. doubt, bool []: whether to
-    compute each gradient apart from its derivative all the same; False: from the first on that comes out otherwise there.
-    None: as the run says.
+    xs: as `steps_of` gives them, with the cotangents of losses as others. What is carried, and the rest: as `begin` says.
+    Call it inside `jax.enable_x64(True)`.
     """
-    constant, stepped = run.outside_loop(split, inputs.h)
-    theta, theta_stepped = run.functions.theta.parted(inputs.theta)
     seen = run.functions.theta.flags(wanted)
     delayed = list(map(delayed_links, run.blocks))
     pass_ = Pass(wanted, seen, first_order(run, seen), run.maybe_jit(run.gradient), delayed, run.steps - 1)
+
+    def body(consts: Any, carry: Any, x: Any) -> tuple[Any, Any]:
+        state, (dz, pending, dconstant, dtheta), doubt = carry
+        (constant, theta, unit, frozen), (t, ((stepped, theta_stepped), dloss), entries) = consts, x
+        h = join_steps(constant, stepped)
+        ct = Cotangents(list(map(decayed, dz, pending)), jax.tree.map(jnp.zeros_like, h), dtheta)
+        given = Given(h, by_link(run, entries), (theta, theta_stepped), frozen, dloss, unit)
+        done = step_vjp(run, pass_, t, state, ct, given, doubt)
+        dstepped = [{k: dh[k] for k in hj} for dh, hj in zip(done.ct.h, stepped, strict=True)]
+        dconstant = [{k: dh[k] + old[k] for k in old} for dh, old in zip(done.ct.h, dconstant, strict=True)]
+        carry = (done.state, (done.ct.z, done.pending, dconstant, done.ct.theta), done.doubt)
+        return carry, ((dstepped, done.dtheta), done.seen, _watched(run, done))
+
+    return run.loop(body, consts, carry, xs, True, fixed=wanted)
+
+
+def begin(
+    run: Run, inputs: Inputs, end: State, ct: Cotangents, dlosses: Array | None, doubt: Array | None
+) -> tuple[Any, Any]:
+    """(what stays the same on the whole way back, what is carried), from the state after the last step.
+
+    ct: of what comes out. doubt, bool []: whether to compute each gradient apart from its derivative all the same; False:
+    from the first on that comes out otherwise there. None: as the run says.
+    """
+    constant, stepped = run.outside_loop(split, inputs.h)
+    theta, _ = run.functions.theta.parted(inputs.theta)
     ones = jax.tree.map(jnp.ones_like, (constant, jax.tree.map(lambda x: x[0], stepped)))
-    pending = [decays(b, delayed[j], hj) for j, (b, hj) in enumerate(zip(run.blocks, join_steps(*ones), strict=True))]
+    pending = [decays(b, delayed_links(b), hj) for b, hj in zip(run.blocks, join_steps(*ones), strict=True)]
     carry = (end, (ct.z, pending, jax.tree.map(jnp.zeros_like, constant), ct.theta), doubt)
-    consts = (constant, theta, _largest((ct.z, dlosses)), inputs.frozen)
-    return Way(run, inputs, entries, dlosses, consts, (stepped, theta_stepped), pass_), carry
+    return (constant, theta, _largest((ct.z, dlosses)), inputs.frozen), carry
 
 
-def finish(way: Way, ct: Cotangents, carry: Any, found: Any) -> Reversed:
+def finish(run: Run, wanted: tuple[bool, ...], inputs: Inputs, ct: Cotangents, carry: Any, found: Any) -> Reversed:
     """What the way back comes to; ct: with which it began; found: of the last steps, as many as were undone."""
-    run, inputs, wanted = way.run, way.inputs, way.pass_.wanted
     (start, (dz, pending, dconstant, dtheta), doubted), (of_steps, again, watched) = carry, found
     missing = run.steps - again.losses.shape[0]
     if missing:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Outcome
+from hypergrad.run.stores import Store
 
 
 class Cost(NamedTuple):
@@ -31,7 +32,8 @@ class Adjoint(abc.ABC):
     exact: ClassVar[bool] = True  # whether the derivative is that of the whole run
     fraction_bits: int | None = None  # of the grid of the parameters; None: by their dtype
     isolate: bool | None = False  # whether gradients are compiled apart from their derivatives; None: where needed
-    buffer: str = "device"  # where lost digits go: "device", "host", "gmpy2"
+    buffer: Any = "device"  # where lost digits go: "device", "host", "gmpy2"
+    store: Store | None = None  # where those of a segment wait, off the device
     driver_name: str | None = "scan"  # what repeats the step: "scan", "host", "host_eager"; None: whichever suits
     progress: Callable[[str, int, int], Any] | None = None  # told by host drivers how far they are
 

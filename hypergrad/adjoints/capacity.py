@@ -13,7 +13,6 @@ from hypergrad.exact import PUBLIC_WORD_BITS, WORD_BITS
 from hypergrad.optimizers.block import Block, Lost, lost_by
 from hypergrad.optimizers.chain import Link
 from hypergrad.optimizers.expand import Hypers, concrete, link_numerators
-from hypergrad.run import offload
 from hypergrad.run.spec import Run
 from hypergrad.run.status import Capacity
 
@@ -28,8 +27,6 @@ def capacities(run: Run, h: list[Hypers], capacity: int | None) -> Capacity:
     def room(block: Block, link: Link, known: Lost | None, h: Hypers) -> int | None:
         if not link.decay:
             return None
-        if run.offload:
-            return offload.CAPACITY
         lost, is_known = lost_of(run, block, link, known, h, capacity)
         needed = words_of(run, block, link, lost)
         if not is_known:

@@ -13,17 +13,17 @@ from jax import Array
 from hypergrad import _programs as programs
 from hypergrad._settings import own_settings
 from hypergrad.adjoints import retry
-from hypergrad.adjoints.backward import Reversed, Way, begin, finish
+from hypergrad.adjoints.backward import Reversed, begin, finish
 from hypergrad.adjoints.link import Cotangents
 from hypergrad.adjoints.second_order import accumulator, chosen, merged
-from hypergrad.adjoints.segments import joined, replay, undo_segments
+from hypergrad.adjoints.segments import Way, joined, replay, undo_segments
+from hypergrad.adjoints.stored import store_segments, undo_stored
 from hypergrad.adjoints.traced import batched_apart, once
 from hypergrad.exact import all_of
 from hypergrad.optimizers.block import Floats, statistics_in
 from hypergrad.optimizers.expand import concrete
-from hypergrad.run import offload
-from hypergrad.run.forward import Seen, Span, forward
-from hypergrad.run.spec import Inputs, Run, by_link, schedules
+from hypergrad.run.forward import Seen, Span, forward, steps_of
+from hypergrad.run.spec import Inputs, Run, schedules
 from hypergrad.run.status import Capacity, Outcome, Plan, assess, nothing_kept
 from hypergrad.run.step import (
     State,
@@ -35,6 +35,7 @@ from hypergrad.run.step import (
     with_words,
     without_words,
 )
+from hypergrad.run.stores import Words
 
 
 class Wanted(NamedTuple):
@@ -50,6 +51,7 @@ class Ends(NamedTuple):
     last: State
     middle: State | None  # before the last segment; None: the run is not cut
     kept: State | None  # before each of the others, stacked; None: these are not undone
+    words: Words | None  # of all segments, where they are stored elsewhere
     plan: Plan  # when buffers spill
 
 
@@ -58,7 +60,7 @@ def settled_driver(run: Run, *arrays: Any) -> Run:
     known = _known(arrays)
     if run.driver == "either":
         return dataclasses.replace(run, driver="host" if known else "scan")
-    if run.driver != "scan" and not known:
+    if run.from_python and not known:
         cure = "" if run.source is not None else ', or take hg.Reversible(driver="scan")'
         raise ValueError(
             'driver="host", buffer="host" or "gmpy2", and hg.host_batches run training from Python, which cannot be traced '
@@ -77,26 +79,21 @@ def run_forward(run: Run, capacity: Capacity | None, inputs: Inputs) -> tuple[Ou
     with own_settings():
         if not _known(inputs):
             return once(batched_apart(_forward_pass, forward=True))(run, capacity, inputs)
-        if run.driver == "scan":
+        if not run.from_python:
             return programs.call(_forward_pass, (run, capacity), inputs)
         return _forward_pass(run, capacity, inputs)
 
 
 def _forward_pass(run: Run, capacity: Capacity | None, inputs: Inputs) -> tuple[Outcome, Ends, Array | None]:
     plan, state = run.outside_loop(_begin, inputs.values, inputs.h, static=(capacity,))
-    middle = kept = None
-    if run.offload and capacity is not None:
-        own = by_link(run, plan)
-        stacks, capacity = offload.empty_stacks(own), None
-        entries = [schedule.entries.unslotted() for schedule in plan]
-        end, seen, sizes = forward(run, inputs, state, entries, offload.offload(own, stacks))
-        integers = _integers(end)
-        end = offload.detached(end, own, stacks)
+    words = middle = kept = None
+    if run.store is not None and capacity is not None:
+        words, end, seen, sizes = store_segments(run, capacity, inputs, state, plan)
     else:
         kept, middle, end, seen, sizes = _in_segments(run, capacity, inputs, state, [schedule.entries for schedule in plan])
-        integers = _integers(end)
-    outcome = run.outside_loop(_outcome, inputs.values, inputs.h, plan, integers, seen.losses, sizes, static=(capacity,))
-    return outcome, Ends(end, middle, kept, plan), seen.batches
+    arguments = inputs.values, inputs.h, plan, _integers(end), seen.losses, sizes
+    outcome = run.outside_loop(_outcome, *arguments, static=(capacity,))
+    return outcome, Ends(end, middle, kept, words, plan), seen.batches
 
 
 def _in_segments(
@@ -104,11 +101,11 @@ def _in_segments(
 ) -> tuple[State | None, State | None, State, Seen, Array]:
     """(the states before the segments up to `Run.first`, the state there, and `forward` of all steps)."""
     if not run.first:
-        return None, None, *forward(run, inputs, state, entries)
+        return None, None, *forward(run, inputs, state, steps_of(run, inputs, entries))
     count = run.segments[0] if run.segments else 1
     middle, kept, early = replay(run, inputs, entries, state, 0, count, run.first // count)
     last = middle if capacity is None else with_words(run, middle, capacity)
-    end, *late = forward(run, inputs, last, entries, span=Span(run.first, run.steps - run.first))
+    end, *late = forward(run, inputs, last, steps_of(run, inputs, entries, Span(run.first, run.steps - run.first)))
     return kept if run.segments else None, middle, end, *joined(early, tuple(late))
 
 
@@ -118,7 +115,7 @@ def _integers(state: State) -> State:
 
 
 def _begin(run: Run, capacity: Capacity | None, values: Any, h: Any) -> tuple[Any, State]:
-    kept = nothing_kept(run) if run.first or capacity is None else capacity
+    kept = nothing_kept(run) if capacity is None or run.first or run.store is not None else capacity
     return schedules(run, h), initial_state(run, values, kept)
 
 
@@ -146,7 +143,7 @@ def run_backward(run: Run, wanted: Wanted, *arguments: Any, again: Capacity | No
     with own_settings():
         if not _known(arguments):
             return once(batched_apart(_backward_traced, forward=False))(run, (wanted, again), *arguments)
-        if run.driver == "scan":
+        if not run.from_python:
             return retry.known(run, lambda run: programs.call(_backward_pass, (run, wanted), *arguments))
         return retry.known(run, lambda run: _backward_pass(run, wanted, *arguments))
 
@@ -176,40 +173,40 @@ def _backward_pass(
     """doubt: as `begin` has it."""
     summed = tuple(w and not s for w, s in zip(wanted.theta, run.functions.theta.stepped, strict=True))
     zero = run.outside_loop(_begin_back, inputs, dvalues, static=(wanted, summed))
-    entries, pause, end = [schedule.entries for schedule in ends.plan], None, ends.last
-    if run.offload:
-        end, stacks = offload.attached(end)
-        pause = offload.fetch(by_link(run, ends.plan), stacks)
-        entries = [entry.unslotted() for entry in entries]
-    way, carry = begin(run, inputs, end, entries, zero, dlosses, wanted.theta, doubt)
-    if run.first:
-        back, met = _back_by_segments(way, ends, zero, carry)
+    consts, carry = begin(run, inputs, ends.last, zero, dlosses, doubt)
+    entries = [schedule.entries for schedule in ends.plan]
+    way = Way(run, wanted.theta, inputs, entries, dlosses, consts, capacity_of(run, ends.last))
+    met = None
+    if ends.words is not None:
+        carry, of_steps = undo_stored(way, ends.words, carry)
+    elif run.first:
+        carry, of_steps, met = _by_segments(way, ends, carry)
     else:
-        back, met = finish(way, zero, *way.undo(carry, pause=pause)), None
+        carry, of_steps = way.undo(carry)
+    back = finish(run, wanted.theta, inputs, zero, carry, of_steps)
     gradients, found = run.outside_loop(_gradients, inputs, back, seen, met, static=(wanted,))
     return Back(gradients, found, back.watched, jnp.bool_(False) if back.doubted is None else back.doubted)
 
 
-def _back_by_segments(way: Way, ends: Ends, ct: Cotangents, carry: Any) -> tuple[Reversed, Array]:
+def _by_segments(way: Way, ends: Ends, carry: Any) -> tuple[Any, Any, Array]:
     """The last segment, from its end; then those before it, if they are to be undone. Also whether all states were met."""
-    run, capacity = way.run, capacity_of(way.run, ends.last)
+    run = way.run
     (state, *rest), found = way.undo(carry, Span(run.first, run.steps - run.first))
     assert ends.middle is not None
     met = matches(run, ends.middle, state)
     carry = (without_words(run, state), *rest)
     if run.segments:
         assert ends.kept is not None
-        length = run.first // run.segments[0]
-        carry, early, met_early = undo_segments(way, capacity, run.segments, 0, length, ends.kept, carry)
+        carry, early, met_early = undo_segments(way, run.segments, 0, run.first // run.segments[0], ends.kept, carry)
         found, met = joined(early, found), met & met_early
-    return finish(way, ct, carry, found), met
+    return carry, found, met
 
 
 def with_all_derivatives(run: Run, inputs: Inputs, end: State, plan: Plan, seen: Seen) -> Back:
     """The reverse pass from a known end, as if all that comes out had the cotangent 1 and all that goes in were wanted."""
     ones = jax.tree.map(jnp.ones_like, final_values(run, end))
     wanted = Wanted((True,) * len(inputs.theta), bool(run.statistics))
-    return run_backward(run, wanted, inputs, Ends(end, None, None, plan), seen, ones, jnp.ones_like(seen.losses))
+    return run_backward(run, wanted, inputs, Ends(end, None, None, None, plan), seen, ones, jnp.ones_like(seen.losses))
 
 
 def _begin_back(run: Run, wanted: Wanted, summed: tuple[bool, ...], inputs: Inputs, dvalues: list[Floats]) -> Cotangents:

@@ -20,9 +20,11 @@ from hypergrad.adjoints.passes import Back, Ends, Wanted, run_backward, run_forw
 from hypergrad.errors import BATCHES, LOSSES, OK, REVERSAL, Status
 from hypergrad.optimizers.chain import PARAMS
 from hypergrad.optimizers.expand import concrete, first_true
+from hypergrad.run.disk import Disk
 from hypergrad.run.forward import Seen
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Capacity, Outcome, places_of
+from hypergrad.run.stores import Host, Store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,34 +38,36 @@ class Reversible(Adjoint):
     when the program is built, else ceil(steps / 32), one bit a step. fraction_bits: of the parameters' grid; None: 52 for
     float64 (range +-1024), 48 for float32 (range +-16384). driver: "scan" (compiled whole) or "host" (a Python loop over
     one jitted step; not under jit or vmap); None: the host for `hg.host_batches`, and outside of jit and vmap for losses
-    with convolutions on a CPU of several cores, else the scan. buffer: "device"; "host": a host loop that takes words to
-    host memory once they are full, so that the device's does not grow with the steps; "gmpy2": one arbitrary-precision
-    integer per parameter, the slow reference, on the host. isolate: compute each gradient once more on the way back,
-    compiled apart from its derivative, so that its bits are the same in both passes; None: where needed, which is for
-    rules that are not linear in the gradient and under `jax.vmap`. progress: with driver="host", called now and then with
-    ("forward" or "reverse", steps done, steps), as `hg.callbacks.Steps()` is. memory_budget: for lost digits, and for
-    states where it does not hold them all: bytes, or a string such as "512MiB". The run is then cut into segments, the
-    state before each kept, 8 bytes a link and parameter; on the way back each is trained once more with its digits,
-    compared with where the next one began, and reversed. None: digits of all steps are kept.
+    with convolutions on a CPU of several cores, else the scan. buffer: "device"; "host", or `hg.Disk(folder)`: the digits
+    of each 256 steps go to host memory, or to files, while the next are on, so that the device's memory does not grow with
+    the steps (not under jit or vmap); "gmpy2": one arbitrary-precision integer per parameter, the slow reference, on the
+    host. isolate: compute each gradient once more on the way back, compiled apart from its derivative, so that its bits
+    are the same in both passes; None: where needed, which is for rules that are not linear in the gradient and under
+    `jax.vmap`. progress: with driver="host", called now and then with ("forward" or "reverse", steps done, steps), as
+    `hg.callbacks.Steps()` is. memory_budget: for lost digits, and for states where it does not hold them all: bytes, or a
+    string such as "512MiB". The run is then cut into segments, the state before each kept, 8 bytes a link and parameter;
+    on the way back each is trained once more with its digits, compared with where the next one began, and reversed. None:
+    digits of all steps are kept.
     """
 
     capacity: int | None = None
     fraction_bits: int | None = None
     driver: str | None = None
-    buffer: str = "device"
+    buffer: str | Disk = "device"
     isolate: bool | None = None
     progress: Callable[[str, int, int], Any] | None = None
     memory_budget: int | str | None = None
 
     def __post_init__(self) -> None:
-        if self.buffer not in ("device", "host", "gmpy2"):
-            raise ValueError(f'`buffer` must be "device", "host" or "gmpy2"; got {self.buffer!r}.')
+        if not isinstance(self.buffer, Disk) and self.buffer not in ("device", "host", "gmpy2"):
+            raise ValueError(f'`buffer` must be "device", "host", hg.Disk(folder) or "gmpy2"; got {self.buffer!r}.')
         if self.driver not in (None, "scan", "host"):
             raise ValueError(f'`driver` must be "scan", "host" or None; got {self.driver!r}.')
-        if self.buffer != "device" and self.driver == "scan":
-            raise ValueError(f'buffer="{self.buffer}" needs Python between the steps, driver="host" (or None); got "scan".')
+        if self.buffer == "gmpy2" and self.driver == "scan":
+            raise ValueError('buffer="gmpy2" needs Python between the steps, driver="host" (or None); got "scan".')
         if self.buffer != "device" and self.capacity is not None:
-            raise ValueError(f'buffer="{self.buffer}" grows as it must; `capacity` is for buffer="device".')
+            buffer = f'"{self.buffer}"' if isinstance(self.buffer, str) else repr(self.buffer)
+            raise ValueError(f'buffer={buffer} grows as it must; `capacity` is for buffer="device".')
         if self.memory_budget is not None:
             bytes_of(self.memory_budget)
             if self.buffer != "device" or self.driver == "host":
@@ -77,8 +81,15 @@ class Reversible(Adjoint):
 
     @property
     def driver_name(self) -> str | None:  # type: ignore[override]
-        on_device = self.driver if self.memory_budget is None else "scan"
-        return {"device": on_device, "host": "host", "gmpy2": "host_eager"}[self.buffer]
+        if self.buffer == "gmpy2":
+            return "host_eager"
+        return self.driver if self.memory_budget is None else "scan"
+
+    @property
+    def store(self) -> Store | None:  # type: ignore[override]
+        if isinstance(self.buffer, Disk):
+            return self.buffer
+        return Host() if self.buffer == "host" else None
 
     def run(self, run: Run, inputs: Inputs) -> Outcome:
         budget = None if self.memory_budget is None else bytes_of(self.memory_budget)
@@ -140,7 +151,7 @@ def _run_fwd(run: Run, room: Room, *inputs: Any) -> tuple[Outcome, Residuals]:
     outcome, ends, batches = run_forward(run, words, arrays)
     if run.throw and concrete(outcome.status) and not outcome.status.ok:
         raise outcome.status.error()  # here it is known; outside, an eager jax.grad makes a tracer of it
-    from_python = settled_driver(run, arrays).driver != "scan"
+    from_python = settled_driver(run, arrays).from_python
     known = _Known(tuple(map(bool, perturbed.theta)), words if from_python else None, run.first, run.segments)
     return outcome, Residuals(arrays, ends, Seen(outcome.losses, batches), outcome.status, known)
 

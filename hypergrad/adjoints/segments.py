@@ -4,17 +4,33 @@ Invariant: each segment is replayed from its state to the bits that the next beg
 of either is in the certificate.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.adjoints.backward import Way
-from hypergrad.run.forward import Seen, Span, forward
+from hypergrad.adjoints.backward import undo
+from hypergrad.run.forward import Seen, Span, forward, steps_of
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Capacity
 from hypergrad.run.step import State, matches, with_words, without_words
+
+
+class Way(NamedTuple):
+    """What all segments share on the way back."""
+
+    run: Run
+    wanted: tuple[bool, ...]
+    inputs: Inputs
+    entries: list[Any]  # of all steps, for each schedule
+    dlosses: Array | None
+    consts: Any  # as `begin` gives them
+    capacity: Capacity
+
+    def undo(self, carry: Any, span: Span | None = None) -> tuple[Any, Any]:
+        xs = steps_of(self.run, self.inputs, self.entries, span, self.dlosses)
+        return undo(self.run, self.wanted, self.consts, carry, xs)
 
 
 def replay(
@@ -23,7 +39,8 @@ def replay(
     """`forward` over `count` segments of `length` steps, without words: (the end, the state before each, what was seen)."""
 
     def one(state: State, k: Array) -> tuple[State, tuple[State, tuple[Seen, Array]]]:
-        end, seen, sizes = forward(run, inputs, state, entries, span=Span(first + k * length, length))
+        xs = steps_of(run, inputs, entries, Span(first + k * length, length))
+        end, seen, sizes = forward(run, inputs, state, xs)
         return end, (state, (seen, sizes))
 
     end, (starts, seen) = jax.lax.scan(one, state, jnp.arange(count, dtype=jnp.int32))
@@ -31,7 +48,7 @@ def replay(
 
 
 def undo_segments(
-    way: Way, capacity: Capacity, segments: tuple[int, ...], first: Any, length: int, starts: State, carry: Any
+    way: Way, segments: tuple[int, ...], first: Any, length: int, starts: State, carry: Any
 ) -> tuple[Any, Any, Array]:
     """Back to `first` over segments of `length` steps that begin in `starts`; segments: how many, and how each is cut.
 
@@ -40,7 +57,7 @@ def undo_segments(
 
     def one(carry: Any, x: Any) -> tuple[Any, tuple[Any, Array]]:
         k, start = x
-        carry, found, met = _undo_segment(way, capacity, segments[1:], first + k * length, length, start, carry)
+        carry, found, met = _undo_segment(way, segments[1:], first + k * length, length, start, carry)
         return carry, (found, met)
 
     numbered = jnp.arange(segments[0], dtype=jnp.int32), starts
@@ -49,15 +66,16 @@ def undo_segments(
 
 
 def _undo_segment(
-    way: Way, capacity: Capacity, segments: tuple[int, ...], first: Any, length: int, start: State, carry: Any
+    way: Way, segments: tuple[int, ...], first: Any, length: int, start: State, carry: Any
 ) -> tuple[Any, Any, Array]:
     run, (state, *rest) = way.run, carry
     if segments:
         length //= segments[0]
         _, starts, _ = replay(run, way.inputs, way.entries, start, first, segments[0], length)
-        return undo_segments(way, capacity, segments, first, length, starts, carry)
+        return undo_segments(way, segments, first, length, starts, carry)
     span = Span(first, length)
-    end = forward(run, way.inputs, with_words(run, start, capacity), way.entries, span=span)[0]
+    xs = steps_of(run, way.inputs, way.entries, span)
+    end = forward(run, way.inputs, with_words(run, start, way.capacity), xs)[0]
     (found_again, *rest), found = way.undo((end, *rest), span)
     met = matches(run, end, state) & matches(run, start, found_again)
     return (without_words(run, found_again), *rest), found, met

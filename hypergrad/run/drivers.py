@@ -7,8 +7,8 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,21 +23,15 @@ Body = Callable[[Any, Any, Any], tuple[Any, Any]]  # (consts, carry, x) -> (carr
 Progress = Callable[[str, int, int], Any]  # (direction, steps done, steps)
 
 
-class Pause(NamedTuple):
-    """What Python does before some steps."""
-
-    steps: Collection[int] = ()
-    action: Callable[[int, Any], Any] = lambda t, carry: carry  # (t, carry) -> carry
-
-
 @dataclasses.dataclass(frozen=True)
 class Between:
     """What a host loop does between its steps."""
 
     feed: Callable[[int], list[Any]] | None = None  # t -> the last `fed` leaves of `consts`, for step t
     fed: int = 0
-    pause: Pause = Pause()
     progress: Progress | None = None  # called at the start, now and then, and at the end
+    first: int = 0  # the step that the loop begins with
+    steps: int | None = None  # of the run; None: of the loop
 
 
 SECONDS_BETWEEN_REPORTS = 0.5
@@ -82,11 +76,8 @@ def host(
     step, out = programs.kept((name, reverse, between.fed, *programs.alike((consts, carry, xs))), make)
     moving = _begin(steps - 1 if reverse else 0, steps, _rows(out), leaves)
     for t in _watched(between, steps, reverse, lambda: moving[0]):  # noqa: B023 (whatever it is by then)
-        if t in between.pause.steps:
-            carry = between.pause.action(t, jax.tree.unflatten(tree, moving[1]))
-            moving = moving[0], jax.tree.leaves(carry), moving[2]
         if between.feed is not None:
-            fed = between.feed(t)
+            fed = between.feed(between.first + t)
         moving = step((inputs, fixed), fed, moving)
     return jax.tree.unflatten(tree, moving[1]), jax.tree.unflatten(jax.tree.structure(out), moving[2])
 
@@ -105,7 +96,7 @@ def host_eager(
     ys: list[Any] = [None] * steps
     for t in _watched(between, steps, reverse, lambda: ys[-1 if reverse else 0]):
         if between.feed is not None:
-            consts = jax.tree.unflatten(tree, leaves[: -between.fed] + between.feed(t))
+            consts = jax.tree.unflatten(tree, leaves[: -between.fed] + between.feed(between.first + t))
         carry, ys[t] = body(consts, carry, jax.tree.map(lambda x: x[t], xs))  # noqa: B023 (used at once)
     return carry, jax.tree.map(lambda *y: jnp.stack(y), *ys)
 
@@ -144,11 +135,13 @@ def _watched(between: Between, steps: int, reverse: bool, latest: Callable[[], A
         yield from order
         return
     direction, told = "reverse" if reverse else "forward", -math.inf
+    total = between.steps or steps
+    before = total - between.first - steps if reverse else between.first
     for done, t in enumerate(order):
         if time.perf_counter() - told >= SECONDS_BETWEEN_REPORTS:
             jax.block_until_ready(latest())
-            between.progress(direction, done, steps)
+            between.progress(direction, before + done, total)
             told = time.perf_counter()
         yield t
     jax.block_until_ready(latest())
-    between.progress(direction, steps, steps)
+    between.progress(direction, before + steps, total)

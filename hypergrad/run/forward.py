@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.run.drivers import Pause
 from hypergrad.run.fingerprints import print_of
 from hypergrad.run.functions import Frozen
 from hypergrad.run.spec import Inputs, Run, by_link, join_steps, split
@@ -32,50 +31,40 @@ class Span(NamedTuple):
     length: int
 
 
-def forward(
-    run: Run,
-    inputs: Inputs,
-    state: State,
-    entries: list[Any],
-    pause: Pause | None = None,
-    span: Span | None = None,
-) -> tuple[State, Seen, Array]:
-    """Train: `step` at all steps, or those of a span; also `sizes` of gradients.
+def forward(run: Run, inputs: Inputs, state: State, xs: Any) -> tuple[State, Seen, Array]:
+    """Train: `step` at the steps of xs, as `steps_of` gives them; also `sizes` of gradients.
 
-    Call it inside `jax.enable_x64(True)`. entries: of all steps, with a leading axis, for each schedule. Words of a span are
-    counted from its first.
+    Call it inside `jax.enable_x64(True)`.
     """
-    constant, stepped = run.outside_loop(split, inputs.h)
-    theta, theta_stepped = run.functions.theta.parted(inputs.theta)
+    constant, _ = run.outside_loop(split, inputs.h)
+    theta, _ = run.functions.theta.parted(inputs.theta)
     gradient = run.maybe_jit(run.gradient)
 
     def body(consts: Any, state: State, x: Any) -> tuple[State, tuple[Seen, Array]]:
         state, seen, g = train_step(run, gradient, consts, state, x)
         return state, (seen, sizes(x[0], g))
 
-    xs = (steps_of(run, span), of_span(span, (stepped, theta_stepped)), entries_of(span, entries))
-    end, (seen, of_gradients) = run.loop(body, (constant, theta, inputs.frozen), state, xs, pause=pause)
+    end, (seen, of_gradients) = run.loop(body, (constant, theta, inputs.frozen), state, xs)
     return end, seen, of_gradients
 
 
-def steps_of(run: Run, span: Span | None) -> Array:
-    """Their numbers: int32 [length]."""
-    return jnp.arange(run.steps, dtype=jnp.int32) if span is None else span.first + jnp.arange(span.length, dtype=jnp.int32)
+def steps_of(run: Run, inputs: Inputs, entries: list[Any], span: Span | None = None, others: Any = None) -> Any:
+    """(t, (hyperparameters and theta per step, others), entries) of all steps, or of a span: words counted from its first.
 
-
-def of_span(span: Span | None, tree: Any) -> Any:
-    """Of what has a leading axis of all steps."""
-    return tree if span is None else jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, *span), tree)
-
-
-def entries_of(span: Span | None, entries: list[Any]) -> list[Any]:
-    """Of each schedule, with words counted from the first of the span."""
-    return entries if span is None else [of_span(span, entry).restarted() for entry in entries]
+    entries: of all steps, with a leading axis, for each schedule; others: what else has such an axis.
+    """
+    _, stepped = run.outside_loop(split, inputs.h)
+    _, theta_stepped = run.functions.theta.parted(inputs.theta)
+    by_step = (stepped, theta_stepped), others
+    if span is None:
+        return jnp.arange(run.steps, dtype=jnp.int32), by_step, entries
+    by_step, entries = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, *span), (by_step, entries))
+    return span.first + jnp.arange(span.length, dtype=jnp.int32), by_step, [entry.restarted() for entry in entries]
 
 
 def train_step(run: Run, gradient: Callable[..., Any], consts: Any, state: State, x: Any) -> tuple[State, Seen, list[Array]]:
     """The signals at the present parameters, then `step`; also the gradient."""
-    (constant, theta, frozen), (t, (stepped, theta_stepped), entries) = consts, x
+    (constant, theta, frozen), (t, ((stepped, theta_stepped), _), entries) = consts, x
     w, batch = parameters(run, t, state), run.batch(frozen, t)
     theta = theta_of_step(run, t, theta, theta_stepped, frozen, batch)[0]
     value, g, statistics = run.isolated_gradient(gradient, t, w, theta, frozen, batch)

@@ -5,6 +5,7 @@ Invariant: `Run.batch` is one function of t, and `Run.gradient` one of (paramete
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -25,6 +26,10 @@ from hypergrad.optimizers.transform import Transform
 from hypergrad.run import drivers
 from hypergrad.run.functions import Frozen, Functions
 from hypergrad.run.pieces import alone
+from hypergrad.run.stores import Store
+
+
+STORED = 256  # steps of a segment whose words go elsewhere
 
 
 class Inputs(NamedTuple):
@@ -70,7 +75,7 @@ class Run:
     watch: str = ""  # what else the reverse pass gives of each step: "norms" of its cotangents, "growth", "states"
     source: HostBatches | None = None  # of batches that Python loads, for host drivers
     progress: drivers.Progress | None = None  # told by host drivers how far they are
-    offload: bool = False  # whether spilled words go to host memory
+    store: Store | None = None  # where the words of a segment go while others are on; None: nowhere
     retries: bool = False  # whether a reverse pass that fails is tried again with gradients apart
     first: int = 0  # the step that the last segment begins with: that whose words are kept
     segments: tuple[int, ...] = ()  # how what comes before is cut: so many, of so many each, ...; (): it is not undone
@@ -81,9 +86,23 @@ class Run:
         return 0 if self.segments else self.first
 
     @property
+    def emptied(self) -> list[int]:
+        """The steps before which stacks are empty."""
+        if self.store is not None:
+            segments = -(-self.steps // STORED)
+            return list(range(0, self.steps, -(-self.steps // segments)))
+        length = self.first // math.prod(self.segments)
+        return [*(range(0, self.first, length) if self.segments else ()), self.first]
+
+    @property
     def longest(self) -> int:
-        """Steps between two at which stacks are empty."""
-        return max(self.steps - self.first, self.first // math.prod(self.segments) if self.segments else 0)
+        """Steps between two of these."""
+        return max(b - a for a, b in itertools.pairwise([*self.emptied, self.steps]))
+
+    @property
+    def from_python(self) -> bool:
+        """Whether Python runs something between the steps, or between segments of them."""
+        return self.driver != "scan" or self.store is not None
 
     @functools.cached_property
     def parameters(self) -> range:
@@ -209,7 +228,6 @@ class Run:
         carry: Any,
         xs: Any,
         reverse: bool = False,
-        pause: drivers.Pause | None = None,
         fixed: Hashable = None,
     ) -> tuple[Any, Any]:
         """The body over all steps of xs = (t, ...): a function of (consts, carry, x) that closes over nothing but what the
@@ -219,17 +237,23 @@ class Run:
         feed, fed = None, 0
         if self.source is not None:
             feed, fed = functools.partial(self.source.leaves, steps=self.steps), len(self.source.like)
-        between = drivers.Between(feed, fed, pause or drivers.Pause(), self.progress)
+        between = drivers.Between(feed, fed, self.progress, int(xs[0][0]), self.steps)
         if self.driver == "host":
             return drivers.host(body, (body.__code__, self.bare(), fixed), consts, carry, xs, reverse, between)
         return drivers.host_eager(body, consts, carry, xs, reverse, between)
 
     def outside_loop(self, function: Callable[..., Any], *args: Any, static: tuple[Any, ...] = ()) -> Any:
         """function(run, *static, *args), which calls no function of the user: one program where Python runs the loop."""
-        if self.driver != "host":
+        if not self.from_python or self.driver == "host_eager":
             return function(self, *static, *args)
         shell = dataclasses.replace(self, functions=None, source=None, progress=None)  # type: ignore[arg-type]
         return programs.call(function, (shell, *static), *args)
+
+    def segment(self, function: Callable[..., Any], *args: Any, static: tuple[Any, ...] = ()) -> Any:
+        """function(run, *static, *args), some steps in a row: one program, unless Python runs the steps themselves."""
+        if self.driver != "scan":
+            return function(self, *static, *args)
+        return programs.call(function, (dataclasses.replace(self, store=None), *static), *args)
 
     def maybe_jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Jit what the driver leaves in Python, so that both directions run the same programs."""

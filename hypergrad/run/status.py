@@ -4,7 +4,6 @@ Invariant: what went wrong first is what is told, whichever adjoint ran.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -135,12 +134,9 @@ def _words(run: Run, plan: Plan, capacity: Capacity) -> Found:
 
 def _most_of_a_segment(run: Run, schedule: Schedule) -> Array:
     """Words that leave between two steps before which stacks are empty."""
-    if not run.first:
+    if run.emptied == [0]:
         return schedule.words
-    length = run.first // math.prod(run.segments)
-    before = [*(range(0, run.first, length) if run.segments else ()), run.first]
-    counts = jnp.append(schedule.entries.slot[np.asarray(before)], schedule.words)
-    return jnp.diff(counts).max()
+    return jnp.diff(jnp.append(schedule.entries.slot[np.asarray(run.emptied)], schedule.words)).max()
 
 
 def most_words(plan: Plan) -> Array:

@@ -193,6 +193,18 @@ def capacity_of(run: Run, state: State) -> tuple[tuple[int | None, ...], ...]:
     )
 
 
+def words_of(run: Run, state: State) -> list[Array]:
+    """The stacks of all that decays, in the order of blocks and links."""
+    return [slots[k.name].digits.stack for b, slots in zip(run.blocks, state, strict=True) for k in b.chain if k.decay]
+
+
+def refilled(run: Run, state: State, words: list[Array]) -> State:
+    """The inverse of `words_of`, followed by `without_words`."""
+    stacks = iter(words)
+    back = lambda b, k, s: s._replace(digits=s.digits._replace(stack=next(stacks))) if k.decay else s  # noqa: E731
+    return map_state(back, run, state)
+
+
 def without_words(run: Run, state: State) -> State:
     """Without stacks: integers, and heads."""
     bare = lambda b, k, s: s if s.digits is None else s._replace(digits=b.buffer(k).without_words(s.digits))  # noqa: E731

@@ -1,0 +1,98 @@
+"""A run whose words are stored elsewhere, segment by segment: Python between segments, one program for each way.
+
+Invariant: each segment is undone with the words that it left, bit for bit.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from hypergrad.adjoints.backward import undo
+from hypergrad.adjoints.segments import Way
+from hypergrad.exact import WORD_BITS
+from hypergrad.run.forward import Seen, Span, forward, steps_of
+from hypergrad.run.spec import Inputs, Run, by_link
+from hypergrad.run.status import Capacity, Plan
+from hypergrad.run.step import State, refilled, with_words, without_words, words_of
+from hypergrad.run.stores import Words
+
+
+def store_segments(
+    run: Run, capacity: Capacity, inputs: Inputs, state: State, plan: Plan
+) -> tuple[Words, State, Seen, Array]:
+    """`forward` of all steps, and where the words of its segments are."""
+    assert run.store is not None
+    entries, seen = [schedule.entries for schedule in plan], []
+    used = _used(run, plan)
+    words = run.store.words(*_announced(run, used))
+    for first, length, counts in zip(*_spans(run), used, strict=True):
+        arguments = inputs, entries, state, jnp.int32(first)
+        state, stacks, *found = run.segment(_train_segment, *arguments, static=(capacity, length))
+        words.put(first, length, stacks, counts)
+        seen.append(tuple(found))
+    words.settle()
+    return words, state, *jax.tree.map(lambda *x: jnp.concatenate(x), *seen)
+
+
+def undo_stored(way: Way, words: Words, carry: Any) -> tuple[Any, Any]:
+    """The way back over all of them: what is carried, and what is found of each step."""
+    run, of_steps = way.run, []
+    for first, length in reversed(list(zip(*_spans(run), strict=True))):
+        arguments = way.inputs, way.entries, way.dlosses, way.consts, carry, words.take(first), jnp.int32(first)
+        carry, found = run.segment(_undo_segment, *arguments, static=(way.wanted, length))
+        of_steps.append(found)
+    return carry, jax.tree.map(lambda *x: jnp.concatenate(x), *reversed(of_steps))
+
+
+def _train_segment(
+    run: Run, capacity: Capacity, length: int, inputs: Inputs, entries: list[Any], state: State, first: Array
+) -> tuple[State, list[Array], Seen, Array]:
+    xs = steps_of(run, inputs, entries, Span(first, length))
+    end, seen, sizes = forward(run, inputs, with_words(run, state, capacity), xs)
+    return without_words(run, end), words_of(run, end), seen, sizes
+
+
+def _undo_segment(
+    run: Run,
+    wanted: tuple[bool, ...],
+    length: int,
+    inputs: Inputs,
+    entries: list[Any],
+    dlosses: Array | None,
+    consts: Any,
+    carry: Any,
+    words: list[Any],
+    first: Array,
+) -> tuple[Any, Any]:
+    """The inverse of `_train_segment`, with the cotangents."""
+    state, *rest = carry
+    xs = steps_of(run, inputs, entries, Span(first, length), dlosses)
+    (state, *rest), found = undo(run, wanted, consts, (refilled(run, state, words), *rest), xs)
+    return (without_words(run, state), *rest), found
+
+
+def _spans(run: Run) -> tuple[list[int], list[int]]:
+    """(the first step of each segment, how many it has)"""
+    firsts = run.emptied
+    return firsts, [b - a for a, b in itertools.pairwise([*firsts, run.steps])]
+
+
+def _announced(run: Run, used: list[list[int]]) -> tuple[list[str], int]:
+    """(names of all buffers, bytes of all words)"""
+    buffers = [(j, link) for j, block in enumerate(run.blocks) for link in block.chain if link.decay]
+    sizes = [math.prod(run.blocks[j].shape) * WORD_BITS // 8 for j, _ in buffers]
+    return [f"{j}-{link.name}" for j, link in buffers], int(sum(np.dot(row, sizes) for row in used))
+
+
+def _used(run: Run, plan: Plan) -> list[list[int]]:
+    """Of each segment, the words of each buffer."""
+    firsts = np.asarray(run.emptied)
+    counts = [np.append(np.asarray(s.entries.slot)[firsts], np.asarray(s.words)) for s in plan]
+    own = by_link(run, [np.diff(count) for count in counts])
+    rows = [own[j][link.name] for j, block in enumerate(run.blocks) for link in block.chain if link.decay]
+    return np.transpose(rows).tolist() if rows else [[] for _ in firsts]

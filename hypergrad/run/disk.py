@@ -1,0 +1,181 @@
+"""Words in files: one for each buffer, appended to while training runs and read from its end on the way back.
+
+Invariant: what is read has the checksum of what was written, or an error says which file has not.
+
+    words-<token>/             one run
+        <block>-<link>.words   a line of JSON, then chunks: first step, steps, words, capacity (4 x uint64, little endian),
+                               SHA-256 of all else of the chunk, words (uint16, little endian)
+        lock                   held by the process whose run it is; where nobody holds it, it is left over
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import secrets
+import shutil
+import struct
+import weakref
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+import jax
+import numpy as np
+
+from hypergrad.errors import StorageError
+from hypergrad.run.stores import Store, Words
+
+
+try:
+    import fcntl
+except ImportError:  # Windows: nobody can tell what is left over
+    fcntl = None  # type: ignore[assignment]
+
+_NUMBERS = struct.Struct("<4Q")
+_DIGEST = hashlib.sha256().digest_size
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+_CURE = "Make room or name another folder. Momenta nearer to 1 and fewer steps lose fewer digits."
+_READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Disk(Store):
+    """Lost digits in files: hg.Reversible(buffer=hg.Disk(folder)).
+
+    Each run has a folder of its own in `folder`, called words-..., with one file for each buffer: log2(1/decay) bits a
+    parameter and step. Every chunk has a checksum. It is removed when nobody needs it any more, and what a process that was
+    killed has left is removed by the next run. keep: leave it there. Raises `hg.StorageError` where the disk is full, or a
+    file is missing, shorter or another than it was written.
+    """
+
+    folder: str
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.folder, (str, os.PathLike)):
+            raise TypeError(f"`folder` of hg.Disk must be a path; got {self.folder!r}.")
+        object.__setattr__(self, "folder", os.fspath(self.folder))
+
+    def words(self, names: list[str], size: int) -> Words:
+        folder = pathlib.Path(self.folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove_left_over(folder)
+            free = shutil.disk_usage(folder).free
+        except OSError as error:
+            raise StorageError(f"hg.Disk({self.folder!r}) cannot be written to: {error.strerror or error}.") from error
+        if size > free:
+            raise StorageError(
+                f"the digits of this run take {size} bytes, and hg.Disk({self.folder!r}) has {free} left. {_CURE}"
+            )
+        return DiskWords(folder / f"words-{secrets.token_hex(8)}", names, self.keep)
+
+
+class Place(NamedTuple):
+    """Of one chunk of a file."""
+
+    offset: int
+    size: int
+
+
+@jax.tree_util.register_static
+class DiskWords(Words):
+    def __init__(self, folder: pathlib.Path, names: list[str], keep: bool) -> None:
+        super().__init__()
+        self.folder, self.token = folder, folder.name.removeprefix("words-")
+        self.paths = [folder / f"{name}.words" for name in names]
+        self.places: dict[int, list[Place]] = {}
+        folder.mkdir()
+        descriptors = [] if keep else [_locked(folder)]
+        self.files = [os.open(path, _CREATE, 0o666) for path in self.paths]
+        self.close = weakref.finalize(self, _close, [*self.files, *descriptors], None if keep else folder)
+        for path, file in zip(self.paths, self.files, strict=True):
+            self._write(path, file, json.dumps({"format": 1, "run": self.token, "buffer": path.stem}).encode() + b"\n")
+
+    def keep(self, first: int, steps: int, words: list[tuple[np.ndarray, int]]) -> None:
+        places = []
+        for path, file, (x, capacity) in zip(self.paths, self.files, words, strict=True):
+            chunk = sealed(first, steps, x, capacity)
+            places.append(Place(os.lseek(file, 0, os.SEEK_END), len(chunk)))
+            self._write(path, file, chunk)
+        self.shapes = [x.shape[1:] for x, _ in words]
+        self.places[first] = places
+
+    def kept(self, first: int) -> list[tuple[np.ndarray, int]]:
+        found = []
+        for path, place, shape in zip(self.paths, self.places[first], self.shapes, strict=True):
+            with _opened(path) as file:
+                file.seek(place.offset)
+                found.append(unsealed(path, file.read(place.size), first, shape))
+                if hasattr(os, "posix_fadvise"):  # the chunk before is next
+                    before = max(place.offset - place.size, 0)
+                    os.posix_fadvise(file.fileno(), before, place.size, os.POSIX_FADV_WILLNEED)
+        return found
+
+    def _write(self, path: pathlib.Path, file: int, content: bytes) -> None:
+        try:
+            left = memoryview(content)
+            while left:
+                left = left[os.write(file, left) :]
+        except OSError as error:
+            self.close()
+            raise StorageError(f"{path} cannot be written: {error.strerror or error}. {_CURE}") from error
+
+
+def sealed(first: int, steps: int, words: np.ndarray, capacity: int) -> bytes:
+    content = words.astype("<u2").tobytes()
+    numbers = _NUMBERS.pack(first, steps, len(words), capacity)
+    return numbers + hashlib.sha256(numbers + content).digest() + content
+
+
+def unsealed(path: pathlib.Path, chunk: bytes, first: int, shape: tuple[int, ...]) -> tuple[np.ndarray, int]:
+    """The inverse of `sealed`: (words, capacity)."""
+    numbers, seal, content = np.split(np.frombuffer(chunk, np.uint8), [_NUMBERS.size, _NUMBERS.size + _DIGEST])
+    whole = len(chunk) >= _NUMBERS.size + _DIGEST
+    if not whole or hashlib.sha256(numbers.tobytes() + content.tobytes()).digest() != seal.tobytes():
+        raise StorageError(
+            f"{path} was changed or cut off: its digits of the steps from {first} do not match their checksum. Train again: "
+            "nothing can be made of them."
+        )
+    begin, _, count, capacity = _NUMBERS.unpack(numbers.tobytes())
+    if begin != first:
+        raise StorageError(f"{path} has the digits of other steps: from {begin}, not from {first}. It is of another run.")
+    return content.view("<u2").astype(np.uint16).reshape(count, *shape), capacity
+
+
+@contextlib.contextmanager
+def _opened(path: pathlib.Path) -> Iterator[BinaryIO]:
+    try:
+        descriptor = os.open(path, _READ)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}. The run must be trained again.") from error
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        yield file
+
+
+def _locked(folder: pathlib.Path) -> int:
+    descriptor = os.open(folder / "lock", _CREATE, 0o666)
+    if fcntl is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def _remove_left_over(folder: pathlib.Path) -> None:
+    """What processes have left that were killed: their locks went with them."""
+    for lock in folder.glob("words-*/lock") if fcntl is not None else ():
+        with contextlib.suppress(OSError):
+            descriptor = os.open(lock, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def _close(descriptors: list[int], folder: Any) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,87 @@
+"""Where the words of a segment wait until the way back, off the device.
+
+Invariant: `take(first)` gives what `put(first, ...)` was given, bit for bit, or raises; as often as it is asked.
+"""
+
+import abc
+import dataclasses
+
+import jax
+import numpy as np
+from jax import Array
+
+
+class Words(abc.ABC):
+    """The words of one run, by the first steps of its segments.
+
+    Not among JAX's arrays: subclasses are registered as pytrees without leaves, and travel beside them.
+    """
+
+    def __init__(self) -> None:
+        self.coming: list[tuple[int, int, list[Array], list[int]]] = []
+
+    def put(self, first: int, steps: int, stacks: list[Array], used: list[int]) -> None:
+        """uint16 [capacity, ...] of each buffer, and how many of its words there are. They may not be computed yet."""
+        for stack in stacks:
+            stack.copy_to_host_async()
+        self.settle()  # those of the segment before, while this one is on
+        self.coming.append((first, steps, stacks, used))
+
+    def settle(self) -> None:
+        """All segments that were put are where they stay."""
+        while self.coming:
+            first, steps, stacks, used = self.coming.pop()
+            self.keep(first, steps, [(trimmed(x, n), x.shape[0]) for x, n in zip(stacks, used, strict=True)])
+
+    @abc.abstractmethod
+    def keep(self, first: int, steps: int, words: list[tuple[np.ndarray, int]]) -> None:
+        """(uint16 [words, ...], capacity) of each buffer."""
+
+    @abc.abstractmethod
+    def kept(self, first: int) -> list[tuple[np.ndarray, int]]:
+        """What `keep` was given."""
+
+    def take(self, first: int) -> list[np.ndarray]:
+        return [padded(words, capacity) for words, capacity in self.kept(first)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Store(abc.ABC):
+    """A place for words; hashable."""
+
+    @abc.abstractmethod
+    def words(self, names: list[str], size: int) -> Words:
+        """Of a run that begins: names of its buffers, and how many bytes there will be."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Host(Store):
+    """Host memory."""
+
+    def words(self, names: list[str], size: int) -> Words:
+        return HostWords()
+
+
+@jax.tree_util.register_static
+class HostWords(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.segments: dict[int, list[tuple[np.ndarray, int]]] = {}
+
+    def keep(self, first: int, steps: int, words: list[tuple[np.ndarray, int]]) -> None:
+        self.segments[first] = words
+
+    def kept(self, first: int) -> list[tuple[np.ndarray, int]]:
+        return self.segments[first]
+
+
+def trimmed(stack: Array, used: int) -> np.ndarray:
+    """A copy of the words alone: a view would keep the whole stack."""
+    return np.array(np.asarray(stack)[:used])
+
+
+def padded(words: np.ndarray, capacity: int) -> np.ndarray:
+    """The inverse of `trimmed`, but for what no step reads."""
+    stack = np.zeros((capacity, *words.shape[1:]), words.dtype)
+    stack[: len(words)] = words
+    return stack
