@@ -22,6 +22,8 @@ from hypergrad._optimize import restarts as restarts
 from hypergrad._plan import Plan as Plan
 from hypergrad._plan import plan as plan
 from hypergrad._programs import compiler_options as compiler_options
+from hypergrad._record import Record as Record
+from hypergrad._record import record as record
 from hypergrad._to_optax import to_optax as to_optax
 from hypergrad._train import Trained as Trained
 from hypergrad._train import train as train

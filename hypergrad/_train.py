@@ -30,6 +30,7 @@ from hypergrad.optimizers.statistics import Statistics
 from hypergrad.optimizers.weights import weights_after
 from hypergrad.run.functions import Functions
 from hypergrad.run.spec import Inputs, Labels, Run, one_step
+from hypergrad.run.status import Outcome
 
 
 class Trained(eqx.Module):
@@ -75,7 +76,12 @@ def train(
     run, inputs, about = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, throw, statistics)
     outcome = adjoint.run(run, inputs)
     ok = surface(outcome.status, throw)
-    weights = weights_after(about.layers, state, run.steps)
+    return put_together(run, about, outcome, run.steps, state, ok)
+
+
+def put_together(run: Run, about: "About", outcome: Outcome, steps: int, state: dict[str, Any] | None, ok: Array) -> Trained:
+    """What a run came to after so many steps, as its caller knows it. state: that it began with; ok: else all is NaN."""
+    weights = weights_after(about.layers, state, steps)
     values, losses, weights = mask(ok, (outcome.values, outcome.losses, weights))
     final = final_state(run.of_parameters, values, about.tree)
     means = None

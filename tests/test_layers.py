@@ -36,7 +36,7 @@ PUBLIC = {
     "NAdamW", "ScheduleFreeAdamW", "Sophia", "SophiaG",
     "with_gradient_link",
     "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "partition", "to_optax",
-    "Reversible", "Truncated", "Unrolled", "Checkpointed", "Auto", "plan", "Plan", "Disk",
+    "Reversible", "Truncated", "Unrolled", "Checkpointed", "Auto", "plan", "Plan", "Disk", "record", "Record",
     "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots", "concrete_dropout",
     "hypergradient", "optimize", "restarts", "compiler_options", "Result", "MetaStep", "callbacks",
     "check_reversal", "Certificate", "testing", "plots", "studies", "curvature",

@@ -99,11 +99,21 @@ class Reversible(Adjoint):
         return Cost(time=4, states=6 + 0.005 * steps, activations=1)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kept:
+    """What a run came to that was trained before."""
+
+    outcome: Outcome
+    ends: Ends
+    batches: Array | None  # prints
+
+
 class Room(NamedTuple):
     """What lost digits may take, as users give it; None: what they need."""
 
     capacity: int | None  # 32-bit words per parameter
     budget: int | None = None  # bytes, of states as well
+    kept: Kept | None = None  # they are there already
 
 
 def reversed_run(run: Run, room: Room, inputs: Inputs) -> Outcome:
@@ -148,7 +158,10 @@ def _run_fwd(run: Run, room: Room, *inputs: Any) -> tuple[Outcome, Residuals]:
     with own_settings():
         run = run if room.budget is None else cut(run, arrays.h, room.budget, room.capacity)
         words = capacities(run, arrays.h, room.capacity)
-    outcome, ends, batches = run_forward(run, words, arrays)
+    if room.kept is None:
+        outcome, ends, batches = run_forward(run, words, arrays)
+    else:
+        outcome, ends, batches = room.kept.outcome, room.kept.ends, room.kept.batches
     if run.throw and concrete(outcome.status) and not outcome.status.ok:
         raise outcome.status.error()  # here it is known; outside, an eager jax.grad makes a tracer of it
     from_python = settled_driver(run, arrays).from_python

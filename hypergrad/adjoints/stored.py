@@ -5,6 +5,7 @@ Invariant: each segment is undone with the words that it left, bit for bit.
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,14 +24,20 @@ from hypergrad.run.stores import Words
 
 
 def store_segments(
-    run: Run, capacity: Capacity, inputs: Inputs, state: State, plan: Plan
+    run: Run,
+    capacity: Capacity,
+    inputs: Inputs,
+    state: State,
+    plan: Plan,
+    look: Callable[[State], Any] = lambda _: None,
 ) -> tuple[Words, State, Seen, Array]:
-    """`forward` of all steps, and where the words of its segments are."""
+    """`forward` of all steps, and where the words of its segments are. look: at the state before each."""
     assert run.store is not None
     entries, seen = [schedule.entries for schedule in plan], []
     used = _used(run, plan)
     words = run.store.words(*_announced(run, used))
-    for first, length, counts in zip(*_spans(run), used, strict=True):
+    for first, length, counts in zip(*spans(run), used, strict=True):
+        look(state)
         arguments = inputs, entries, state, jnp.int32(first)
         state, stacks, *found = run.segment(_train_segment, *arguments, static=(capacity, length))
         words.put(first, length, stacks, counts)
@@ -42,7 +49,7 @@ def store_segments(
 def undo_stored(way: Way, words: Words, carry: Any) -> tuple[Any, Any]:
     """The way back over all of them: what is carried, and what is found of each step."""
     run, of_steps = way.run, []
-    for first, length in reversed(list(zip(*_spans(run), strict=True))):
+    for first, length in reversed(list(zip(*spans(run), strict=True))):
         arguments = way.inputs, way.entries, way.dlosses, way.consts, carry, words.take(first), jnp.int32(first)
         carry, found = run.segment(_undo_segment, *arguments, static=(way.wanted, length))
         of_steps.append(found)
@@ -76,17 +83,22 @@ def _undo_segment(
     return (without_words(run, state), *rest), found
 
 
-def _spans(run: Run) -> tuple[list[int], list[int]]:
+def spans(run: Run) -> tuple[list[int], list[int]]:
     """(the first step of each segment, how many it has)"""
     firsts = run.emptied
     return firsts, [b - a for a, b in itertools.pairwise([*firsts, run.steps])]
 
 
-def _announced(run: Run, used: list[list[int]]) -> tuple[list[str], int]:
-    """(names of all buffers, bytes of all words)"""
-    buffers = [(j, link) for j, block in enumerate(run.blocks) for link in block.chain if link.decay]
-    sizes = [math.prod(run.blocks[j].shape) * WORD_BITS // 8 for j, _ in buffers]
-    return [f"{j}-{link.name}" for j, link in buffers], int(sum(np.dot(row, sizes) for row in used))
+def buffers_of(run: Run) -> dict[str, tuple[int, ...]]:
+    """Names of all buffers, and the shapes of their words."""
+    return {f"{j}-{link.name}": block.shape for j, block in enumerate(run.blocks) for link in block.chain if link.decay}
+
+
+def _announced(run: Run, used: list[list[int]]) -> tuple[dict[str, tuple[int, ...]], int]:
+    """(`buffers_of`, bytes of all words)"""
+    buffers = buffers_of(run)
+    sizes = [math.prod(shape) * WORD_BITS // 8 for shape in buffers.values()]
+    return buffers, int(sum(np.dot(row, sizes) for row in used))
 
 
 def _used(run: Run, plan: Plan) -> list[list[int]]:

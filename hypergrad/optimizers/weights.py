@@ -68,5 +68,5 @@ def _weight(link: Any, steps: int, rho: Any, before: Any) -> Array | None:
     per_step = isinstance(rho, PerStep)
     x = owned(rho.values if per_step else rho)
     x = ratio(link, x.astype(jnp.promote_types(x.dtype, jnp.float32)))
-    product = jnp.prod(x, axis=0) if per_step else x**steps
+    product = jnp.prod(x[:steps], axis=0) if per_step else x**steps
     return before + (1 - before) * (1 - product)

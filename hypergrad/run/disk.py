@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import pathlib
 import secrets
@@ -34,6 +35,7 @@ except ImportError:  # Windows: nobody can tell what is left over
     fcntl = None  # type: ignore[assignment]
 
 _NUMBERS = struct.Struct("<4Q")
+_LINE = 4096  # bytes
 _DIGEST = hashlib.sha256().digest_size
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 _CURE = "Make room or name another folder. Momenta nearer to 1 and fewer steps lose fewer digits."
@@ -58,7 +60,7 @@ class Disk(Store):
             raise TypeError(f"`folder` of hg.Disk must be a path; got {self.folder!r}.")
         object.__setattr__(self, "folder", os.fspath(self.folder))
 
-    def words(self, names: list[str], size: int) -> Words:
+    def words(self, shapes: dict[str, tuple[int, ...]], size: int) -> "DiskWords":
         folder = pathlib.Path(self.folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +72,7 @@ class Disk(Store):
             raise StorageError(
                 f"the digits of this run take {size} bytes, and hg.Disk({self.folder!r}) has {free} left. {_CURE}"
             )
-        return DiskWords(folder / f"words-{secrets.token_hex(8)}", names, self.keep)
+        return DiskWords(folder / f"words-{secrets.token_hex(8)}", shapes, self.keep)
 
 
 class Place(NamedTuple):
@@ -82,10 +84,10 @@ class Place(NamedTuple):
 
 @jax.tree_util.register_static
 class DiskWords(Words):
-    def __init__(self, folder: pathlib.Path, names: list[str], keep: bool) -> None:
+    def __init__(self, folder: pathlib.Path, shapes: dict[str, tuple[int, ...]], keep: bool) -> None:
         super().__init__()
-        self.folder, self.token = folder, folder.name.removeprefix("words-")
-        self.paths = [folder / f"{name}.words" for name in names]
+        self.folder, self.token, self.shapes = folder, folder.name.removeprefix("words-"), list(shapes.values())
+        self.paths = [folder / f"{name}.words" for name in shapes]
         self.places: dict[int, list[Place]] = {}
         folder.mkdir()
         descriptors = [] if keep else [_locked(folder)]
@@ -100,7 +102,6 @@ class DiskWords(Words):
             chunk = sealed(first, steps, x, capacity)
             places.append(Place(os.lseek(file, 0, os.SEEK_END), len(chunk)))
             self._write(path, file, chunk)
-        self.shapes = [x.shape[1:] for x, _ in words]
         self.places[first] = places
 
     def kept(self, first: int) -> list[tuple[np.ndarray, int]]:
@@ -113,6 +114,19 @@ class DiskWords(Words):
                     before = max(place.offset - place.size, 0)
                     os.posix_fadvise(file.fileno(), before, place.size, os.POSIX_FADV_WILLNEED)
         return found
+
+    @staticmethod
+    def of_before(folder: pathlib.Path, shapes: dict[str, tuple[int, ...]]) -> "DiskWords":
+        """Those that a run has left in its folder."""
+        words = object.__new__(DiskWords)
+        Words.__init__(words)
+        words.folder, words.token, words.shapes = folder, folder.name.removeprefix("words-"), list(shapes.values())
+        words.paths = [folder / f"{name}.words" for name in shapes]
+        words.places = {}
+        for path, shape in zip(words.paths, words.shapes, strict=True):
+            for first, place in _places(path, words.token, shape):
+                words.places.setdefault(first, []).append(place)
+        return words
 
     def _write(self, path: pathlib.Path, file: int, content: bytes) -> None:
         try:
@@ -143,6 +157,31 @@ def unsealed(path: pathlib.Path, chunk: bytes, first: int, shape: tuple[int, ...
     if begin != first:
         raise StorageError(f"{path} has the digits of other steps: from {begin}, not from {first}. It is of another run.")
     return content.view("<u2").astype(np.uint16).reshape(count, *shape), capacity
+
+
+def _places(path: pathlib.Path, token: str, shape: tuple[int, ...]) -> Iterator[tuple[int, Place]]:
+    """(first step, place) of each chunk: by their numbers, which `unsealed` compares with their checksums."""
+    with _opened(path) as file:
+        end, line = file.seek(0, os.SEEK_END), b""
+        file.seek(0)
+        while not line.endswith(b"\n") and len(line) < _LINE and (byte := file.read(1)):
+            line += byte
+        try:
+            of = json.loads(line)["run"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"{path} is no file of words: its first line is not the JSON of one.") from error
+        if of != token:
+            raise StorageError(f"{path} is of another run: {of}, not {token}.")
+        offset = len(line)
+        while offset < end:
+            file.seek(offset)
+            numbers = file.read(_NUMBERS.size)
+            first, _, count, _ = _NUMBERS.unpack(numbers) if len(numbers) == _NUMBERS.size else (0, 0, end, 0)
+            size = _NUMBERS.size + _DIGEST + 2 * count * math.prod(shape)
+            if offset + size > end:
+                raise StorageError(f"{path} was changed or cut off: it ends within the digits of the steps from {first}.")
+            yield first, Place(offset, size)
+            offset += size
 
 
 @contextlib.contextmanager

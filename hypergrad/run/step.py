@@ -7,7 +7,7 @@ The running statistics move first, so that a link may read what they have come t
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -198,7 +198,7 @@ def words_of(run: Run, state: State) -> list[Array]:
     return [slots[k.name].digits.stack for b, slots in zip(run.blocks, state, strict=True) for k in b.chain if k.decay]
 
 
-def refilled(run: Run, state: State, words: list[Array]) -> State:
+def refilled(run: Run, state: State, words: Sequence[Any]) -> State:
     """The inverse of `words_of`, followed by `without_words`."""
     stacks = iter(words)
     back = lambda b, k, s: s._replace(digits=s.digits._replace(stack=next(stacks))) if k.decay else s  # noqa: E731

@@ -50,15 +50,15 @@ class Store(abc.ABC):
     """A place for words; hashable."""
 
     @abc.abstractmethod
-    def words(self, names: list[str], size: int) -> Words:
-        """Of a run that begins: names of its buffers, and how many bytes there will be."""
+    def words(self, shapes: dict[str, tuple[int, ...]], size: int) -> Words:
+        """Of a run that begins: of each of its buffers, the shape of a word; and how many bytes there will be."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Host(Store):
     """Host memory."""
 
-    def words(self, names: list[str], size: int) -> Words:
+    def words(self, shapes: dict[str, tuple[int, ...]], size: int) -> Words:
         return HostWords()
 
 

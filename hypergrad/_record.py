@@ -1,0 +1,227 @@
+"""`record`: a training run that can be gone back on, to any step, from any process.
+
+Invariant: a state that a record gives has the bits that training had there: at each segment that it goes back over, states
+are compared with prints that were taken on the way out.
+
+    record.json    what ran, by prints of its arrays, its program and its machine; the last file to be written
+    end.npz        the last state, losses, prints of the states between segments
+    words-.../     the lost digits, as hypergrad/run/disk.py has them
+"""
+
+import collections
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from hypergrad._arrays import largest, unpacked
+from hypergrad._record_files import (
+    END,
+    NAME,
+    End,
+    Made,
+    adjoint_of,
+    begin,
+    like_end,
+    opened,
+    outcome_of,
+    train_and_keep,
+    train_on,
+)
+from hypergrad._record_prints import compare, prints_of
+from hypergrad._safe_files import unsealed
+from hypergrad._settings import own_settings
+from hypergrad._train import Trained, put_together
+from hypergrad.adjoints import Reversible
+from hypergrad.adjoints.passes import Ends
+from hypergrad.adjoints.recorded import Recorded
+from hypergrad.adjoints.reversible import Kept
+from hypergrad.adjoints.stored import buffers_of, spans
+from hypergrad.errors import ReversalError, StorageError
+from hypergrad.run.disk import DiskWords
+from hypergrad.run.fingerprints import state_prints
+from hypergrad.run.forward import Seen
+from hypergrad.run.rewind import rewound
+from hypergrad.run.status import Outcome, Plan, nothing_kept
+from hypergrad.run.step import State, final_values, refilled, without_words
+
+
+LIMIT = 2**20  # bytes of record.json
+
+
+def record(
+    loss: Callable[[Any, Any, Any], Any],
+    params: Any,
+    optimizer: Any,
+    batches: Callable[[Array], Any],
+    *,
+    folder: str | os.PathLike[str],
+    theta: Any = None,
+    steps: int | None = None,
+    state: dict[str, Any] | None = None,
+    statistics: Any = None,
+) -> "Record":
+    """Train as `hg.train` does, and keep in `folder` what it takes to go back to any step: the end, and the lost digits.
+
+    The arguments of `hg.train`, concrete. That is log2(1/decay) bits a parameter and step, 0.152 for a momentum of 0.9. A
+    folder that holds a record of the same run is opened, and nothing is trained: also in another process. Raises what
+    `hg.train` raises; ValueError for a folder with the record of another run, by what differs; `hg.StorageError` for files
+    that cannot be written or were changed. Another version of JAX or another processor is a warning: it may round otherwise,
+    and then going back ends in `hg.ReversalError`.
+    """
+    given = {"params": params, "optimizer": optimizer, "theta": theta, "state": state, "statistics": statistics}
+    made = Made(loss, batches, steps, given)
+    path = pathlib.Path(folder)
+    if not (path / NAME).exists():
+        train_and_keep(made, path)
+    return Record(made, path)
+
+
+class Record:
+    """A training run that was recorded. `trained`: what it came to."""
+
+    def __init__(self, made: Made, folder: pathlib.Path) -> None:
+        self._made, self.folder = made, folder
+        self._run, self._inputs, self._about = made.set_up(adjoint_of(folder))
+        run, inputs = self._run, self._inputs
+        about = opened(folder, NAME, LIMIT, lambda content: unsealed(content))
+        here = prints_of(run, inputs)
+        there, name = about.get("prints"), about.get("words")
+        if not isinstance(there, dict) or there.keys() != here.keys() or not re.fullmatch("words-[0-9a-f]+", str(name)):
+            raise StorageError(f"{folder / NAME} is no record of this version of hypergrad. Record again.")
+        compare(folder, there, here)
+        with own_settings():
+            self._plan, first, self._capacity = begin(run, inputs)
+            like = {"end": like_end(run, inputs, self._plan, first)}
+            (end,) = opened(folder, END, largest(like), lambda content: unpacked(content, like)).values()
+            self._end: End = end
+            self._words = DiskWords.of_before(folder / str(name), buffers_of(run))
+            seen = Seen(end.losses, end.batches)
+            self._outcome = outcome_of(run, inputs, self._plan, end.state, seen, end.sizes, self._capacity)
+        self.trained = put_together(run, self._about, self._outcome, run.steps, made.given["state"], jnp.bool_(True))
+
+    def rewind(self, step: int) -> Trained:
+        """What training had come to after `step` steps, bit for bit; 0: the start. In the time of the steps after it."""
+        return self._at(step, self._state(step))
+
+    def steps(self, first: int, last: int) -> Iterator[tuple[int, Trained]]:
+        """(step, `rewind(step)`) for step = last, last - 1, ..., first: backwards, in one go."""
+        wanted = range(self._known(last), self._known(first) - 1, -1)
+        return ((step, self._at(step, state)) for step, state in self._states(wanted))
+
+    def hypergradient(self, function: Callable[[Trained], Array]) -> dict[str, Any]:
+        """The derivative of function(trained), a float scalar, in all that is float of {"params", "optimizer", "theta",
+        "state", "statistics"}, without training again; may be asked again with another function."""
+        ends = Ends(self._end.state, None, None, self._words, self._plan)
+        adjoint = Recorded(Kept(self._outcome, ends, self._end.batches))
+        floats, others = eqx.partition(self._made.given, _is_float)
+        floats = jax.tree.map(jnp.asarray, floats)
+        return jax.grad(lambda floats: function(self._made.train(eqx.combine(floats, others), adjoint)))(floats)
+
+    def resume(self, step: int, *, loss: Any = None, batches: Any = None, steps: int | None = None, **given: Any) -> Trained:
+        """Train on from `step`, bit for bit as if from the start, with another loss, batches, optimizer or theta from there.
+
+        steps: in all; None: as before. What came before `step` is taken as it was, losses too. Raises ValueError where the
+        decays of the steps before are others: states are in their units.
+        """
+        if unknown := sorted(set(given) - {"optimizer", "theta"}):
+            raise TypeError(f"`resume` takes loss, batches, steps, optimizer and theta; got {', '.join(unknown)}.")
+        made = self._made._replace(
+            loss=loss or self._made.loss,
+            batches=batches or self._made.batches,
+            steps=steps or self._run.steps,
+            given={**self._made.given, **given},
+        )
+        state = self._state(step)
+        run, inputs, about = made.set_up(Reversible(driver="scan"))
+        if run.steps <= step:
+            raise ValueError(f"`steps` of resume are in all: more than the {step} that are behind it; got {run.steps}.")
+        with own_settings():
+            plan, first, _ = begin(run, inputs)
+            if _shapes(first) != _shapes(state):
+                raise ValueError("`optimizer` must have the accumulators of the recorded run; it has others.")
+            self._same_units(plan, step)
+            end, late = run.segment(train_on, inputs, plan, state, jnp.int32(step), static=(run.steps - step,))
+            losses = jnp.concatenate([self._end.losses[:step], late[0].losses])
+            outcome = outcome_of(run, inputs, plan, end, Seen(losses, None), None, nothing_kept(run))
+        if not outcome.status.ok:
+            raise outcome.status.error()
+        return put_together(run, about, outcome, run.steps, made.given["state"], jnp.bool_(True))
+
+    def _at(self, step: int, state: State) -> Trained:
+        with own_settings():
+            values = self._run.outside_loop(final_values, state)
+        outcome = Outcome(values, self._end.losses[:step], self._outcome.status)
+        return put_together(self._run, self._about, outcome, step, self._made.given["state"], jnp.bool_(True))
+
+    def _known(self, step: int) -> int:
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= self._run.steps:
+            raise ValueError(f"`step` must be an integer from 0 to {self._run.steps}; got {step!r}.")
+        return step
+
+    def _state(self, step: int) -> State:
+        ((_, state),) = self._states([self._known(step)])
+        return state
+
+    def _states(self, wanted: Sequence[int]) -> Iterator[tuple[int, State]]:
+        """(step, the state after so many steps, without words) of steps in falling order.
+
+        Each segment is undone whole, and judged, before anything of it is given.
+        """
+        run, state, missing = self._run, self._end.state, collections.deque(wanted)
+        if missing and missing[0] == run.steps:
+            yield missing.popleft(), state
+        for k, (first, length) in reversed(list(enumerate(zip(*spans(run), strict=True)))):
+            if not missing:
+                return
+            with own_settings():
+                state = refilled(run, state, self._words.take(first))
+                start = self._back(state, first, first + length, first)
+                if not (run.segment(state_prints, start) == self._end.starts[k]).all():
+                    raise self._error(first)
+            last = first + length
+            while missing and missing[0] >= first:
+                step = missing.popleft()
+                with own_settings():
+                    state, last = self._back(state, first, last, step), step
+                yield step, without_words(run, state)
+            state = without_words(run, start)
+
+    def _back(self, state: State, first: int, last: int, step: int) -> State:
+        entries = [schedule.entries for schedule in self._plan]
+        numbers = (jnp.int32(x) for x in (first, last, last - step))
+        state, same = self._run.segment(rewound, self._inputs, entries, self._end.losses, state, *numbers)
+        if not same:
+            raise self._error(first)
+        return state
+
+    def _error(self, first: int) -> ReversalError:
+        return ReversalError(
+            f"the record in {self.folder} does not lead back to step {first}: what is computed there now has other bits "
+            "than when it was recorded. Another version of JAX, other flags of XLA or another processor may round "
+            "otherwise: open it where it was made, or record again."
+        )
+
+    def _same_units(self, plan: Plan, step: int) -> None:
+        for old, new in zip(self._plan, plan, strict=True):
+            pairs = zip(jax.tree.leaves(old.entries), jax.tree.leaves(new.entries), strict=True)
+            if not all(np.array_equal(a[:step], b[:step]) for a, b in pairs):
+                raise ValueError(
+                    f"the decays (momenta) of the steps before {step} must be those of the recorded run, in whose units its "
+                    "state is; change them from there on, by hg.PerStep."
+                )
+
+
+def _shapes(state: State) -> Any:
+    return jax.tree.structure(state), [x.shape for x in jax.tree.leaves(state)]
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, float) or eqx.is_inexact_array(x)

@@ -1,0 +1,143 @@
+"""What is kept of a recorded run, how it comes about, and how it is read.
+
+Invariant: record.json is written last: a folder without it holds no record.
+"""
+
+import dataclasses
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from hypergrad._arrays import packed
+from hypergrad._record_prints import prints_of
+from hypergrad._safe_files import Damaged, Missing, read, sealed, write_new
+from hypergrad._settings import own_settings
+from hypergrad._train import About, Trained, set_up, train
+from hypergrad.adjoints import Disk, Reversible
+from hypergrad.adjoints.capacity import capacities
+from hypergrad.adjoints.stored import store_segments
+from hypergrad.batches import HostBatches
+from hypergrad.errors import StorageError
+from hypergrad.optimizers.expand import concrete
+from hypergrad.run.disk import DiskWords
+from hypergrad.run.fingerprints import state_prints
+from hypergrad.run.forward import Seen, Span, forward, steps_of
+from hypergrad.run.spec import Inputs, Run, schedules
+from hypergrad.run.status import Capacity, Outcome, Plan, assess, nothing_kept
+from hypergrad.run.step import State, final_values, initial_state
+
+
+NAME, END = "record.json", "end.npz"
+
+
+class Made(NamedTuple):
+    """What a record is of, as it was given."""
+
+    loss: Any
+    batches: Any
+    steps: int | None
+    given: dict[str, Any]
+
+    def set_up(self, adjoint: Any) -> tuple[Run, Inputs, About]:
+        g = self.given
+        arguments = self.loss, g["params"], g["optimizer"], self.batches, g["theta"], self.steps, g["state"]
+        return set_up(*arguments, adjoint, True, g["statistics"])
+
+    def train(self, given: dict[str, Any], adjoint: Any) -> Trained:
+        g, others = {**self.given, **given}, {"theta", "state", "statistics"}
+        options = {name: g[name] for name in others}
+        return train(self.loss, g["params"], g["optimizer"], self.batches, steps=self.steps, adjoint=adjoint, **options)
+
+
+class End(NamedTuple):
+    """What end.npz holds."""
+
+    state: State
+    losses: Array
+    batches: Array | None
+    sizes: Array
+    starts: Array  # prints of the state before each segment: uint64 [segments, places]
+
+
+def train_and_keep(made: Made, folder: pathlib.Path) -> None:
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(
+            f"`folder` {folder} holds files and no finished record: training was interrupted, or it is used for something "
+            "else. Empty it, or name another."
+        )
+    if isinstance(made.batches, HostBatches):
+        raise ValueError("hg.record needs `batches` that are a function of t, such as hg.stacked; got hg.host_batches.")
+    run, inputs, _ = made.set_up(adjoint_of(folder))
+    if not concrete((inputs, jnp.zeros(()))):
+        raise ValueError("hg.record trains from Python and writes files: call it outside of jax.jit, jax.vmap and jax.grad.")
+    try:
+        _keep(run, inputs, folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _keep(run: Run, inputs: Inputs, folder: pathlib.Path) -> None:
+    starts: list[Array] = []
+    with own_settings():
+        plan, state, capacity = begin(run, inputs)
+        prints = lambda state: starts.append(run.segment(state_prints, state))  # noqa: E731
+        words, end, seen, sizes = store_segments(run, capacity, inputs, state, plan, prints)
+        outcome = outcome_of(run, inputs, plan, end, seen, sizes, capacity)
+    if not outcome.status.ok:
+        raise outcome.status.error()
+    assert isinstance(words, DiskWords)
+    try:
+        write_new(folder / END, packed({"end": End(end, seen.losses, seen.batches, sizes, jnp.stack(starts))}))
+        write_new(folder / NAME, sealed({"format": 1, "words": words.folder.name, "prints": prints_of(run, inputs)}))
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written to: {error.strerror or error}.") from error
+
+
+def adjoint_of(folder: pathlib.Path) -> Reversible:
+    return Reversible(driver="scan", buffer=Disk(str(folder), keep=True))
+
+
+def begin(run: Run, inputs: Inputs) -> tuple[Plan, State, Capacity]:
+    capacity = capacities(run, inputs.h, None)
+    make = lambda run, values, h: (schedules(run, h), initial_state(run, values, nothing_kept(run)))  # noqa: E731
+    return *run.outside_loop(make, inputs.values, inputs.h), capacity
+
+
+def outcome_of(
+    run: Run, inputs: Inputs, plan: Plan, end: State, seen: Seen, sizes: Array | None, capacity: Capacity
+) -> Outcome:
+    status = assess(run, inputs.values, inputs.h, plan, end, seen.losses, capacity, sizes)
+    return Outcome(final_values(run, end), seen.losses, status)
+
+
+def train_on(
+    run: Run, length: int, inputs: Inputs, plan: Plan, state: State, first: Array
+) -> tuple[State, tuple[Seen, Array]]:
+    end, *seen = forward(run, inputs, state, steps_of(run, inputs, [s.entries for s in plan], Span(first, length)))
+    return end, tuple(seen)  # type: ignore[return-value]
+
+
+def like_end(run: Run, inputs: Inputs, plan: Plan, first: State) -> End:
+    """Of what is in end.npz, the shapes and types."""
+    inner = dataclasses.replace(run, store=None)
+    one = lambda inputs, plan, state: train_on(inner, run.steps, inputs, plan, state, jnp.int32(0))  # noqa: E731
+    end, (seen, sizes) = jax.eval_shape(one, inputs, plan, first)
+    starts = jax.eval_shape(lambda state: jnp.stack([state_prints(inner, state)] * len(run.emptied)), first)
+    zeros = lambda x: np.zeros(x.shape, x.dtype)  # noqa: E731
+    return jax.tree.map(zeros, End(end, seen.losses, seen.batches, sizes, starts))
+
+
+def opened(folder: pathlib.Path, name: str, limit: int, parse: Callable[[bytes], Any]) -> Any:
+    try:
+        return parse(read(folder / name, limit))
+    except Missing as error:
+        raise StorageError(f"{folder / name} is missing: {folder} holds no finished record. Record again.") from error
+    except Damaged as error:
+        raise StorageError(f"{folder / name} {error}. Record again: nothing can be made of it.") from error

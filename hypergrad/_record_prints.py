@@ -1,0 +1,96 @@
+"""Prints of a training run by which a record knows its own: of its arrays, of what it computes, and of the machine.
+
+Invariant: a run that computes something else, or of other numbers, has another print.
+"""
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+import platform
+import re
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+
+from hypergrad._settings import own_settings
+from hypergrad.run.forward import steps_of, train_step
+from hypergrad.run.spec import Inputs, Run, schedules, split
+from hypergrad.run.status import nothing_kept
+from hypergrad.run.step import initial_state
+
+
+_MACHINE = ("jax", "processor", "flags")
+_WHAT = {
+    "params": "`params`, `state` or `statistics`",
+    "optimizer": "the hyperparameters of `optimizer`",
+    "theta": "the values of `theta`",
+    "data": "the arrays of `batches` or of `loss`",
+    "program": "what `loss`, `batches` or `optimizer` compute",
+}
+
+
+def compare(folder: pathlib.Path, there: dict[str, str], here: dict[str, str]) -> None:
+    """Raise where the record in the folder is of another run; warn where it was made elsewhere."""
+    elsewhere = [name for name in _MACHINE if there[name] != here[name]]
+    if elsewhere:
+        said = ", ".join(f"{name} {there[name]!r}, now {here[name]!r}" for name in elsewhere)
+        warnings.warn(
+            f"the record in {folder} was made elsewhere: {said}. Sums may be rounded otherwise here. Each segment that is "
+            "gone back over is checked; one that differs is an error.",
+            stacklevel=4,
+        )
+    for name, what in _WHAT.items():
+        if there[name] != here[name] and not (name == "program" and elsewhere):
+            raise ValueError(
+                f"the record in {folder} is of another run: {what} differ. Open it with the arguments that it was made "
+                "with, or record in another folder."
+            )
+
+
+def prints_of(run: Run, inputs: Inputs) -> dict[str, str]:
+    """What makes a run what it is: {name: text}."""
+    arrays = {"params": inputs.values, "optimizer": inputs.h, "theta": inputs.theta, "data": inputs.frozen}
+    return {
+        **{name: _digest(tree) for name, tree in arrays.items()},
+        "program": _program(run, inputs),
+        "jax": jax.__version__,
+        "processor": f"{jax.devices()[0].device_kind}, {platform.machine()}, {_processor()}",
+        "flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def _digest(tree: Any) -> str:
+    found = hashlib.sha256()
+    for x in jax.tree.leaves(tree):
+        array = np.asarray(jax.random.key_data(x) if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+        found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+    return found.hexdigest()
+
+
+def _program(run: Run, inputs: Inputs) -> str:
+    """A print of one step of training, as JAX writes it."""
+    inner = dataclasses.replace(run, store=None)
+
+    def one(inputs: Inputs) -> Any:
+        plan = schedules(inner, inputs.h)
+        state = initial_state(inner, inputs.values, nothing_kept(inner))
+        xs = steps_of(inner, inputs, [s.entries for s in plan])
+        constant, _ = split(inner, inputs.h)
+        theta, _ = inner.functions.theta.parted(inputs.theta)
+        consts = constant, theta, inputs.frozen
+        return train_step(inner, inner.gradient, consts, state, jax.tree.map(lambda x: x[0], xs))[0]
+
+    with own_settings():
+        text = str(jax.make_jaxpr(one)(inputs))
+    return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()
+
+
+def _processor() -> str:
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")), "")

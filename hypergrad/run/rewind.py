@@ -1,0 +1,52 @@
+"""Back over some steps without derivatives, from the state after them.
+
+Invariant: `rewound(forward(state)) == state`, bit for bit, and what it sees on the way are the losses of training.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from hypergrad._isolation import kernel_by_kernel
+from hypergrad.run.forward import theta_of_step
+from hypergrad.run.spec import Inputs, Run, by_link, join_steps, split
+from hypergrad.run.step import Signals, State, unstep
+
+
+def rewound(
+    run: Run, inputs: Inputs, entries: list[Any], losses: Array, state: State, first: Array, last: Array, count: Array
+) -> tuple[State, Array]:
+    """The state before the steps last - count, ..., last - 1, from that after them; and whether the losses came again.
+
+    first: the step before which the state's stacks were empty. All three int32 [], so that one program goes any way. Call
+    it inside `jax.enable_x64(True)`.
+    """
+    constant, stepped = split(run, inputs.h)
+    theta, theta_stepped = run.functions.theta.parted(inputs.theta)
+    held = inputs, entries, state
+
+    def body(i: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
+        state, same = carry
+        t = kernel_by_kernel(last - 1 - i, held)
+        here = jax.tree.map(lambda x: x[t], (stepped, theta_stepped))
+        own = [jax.tree.map(lambda x: jnp.stack([x[first], x[t]]), entry).restarted() for entry in entries]
+        state, loss = _back(run, inputs, t, state, (constant, theta), here, jax.tree.map(lambda x: x[1], own))
+        return state, same & (loss == losses[t])
+
+    return jax.lax.fori_loop(0, count, body, (state, jnp.bool_(True)))
+
+
+def _back(run: Run, inputs: Inputs, t: Array, state: State, constant: Any, here: Any, entries: Any) -> tuple[State, Array]:
+    (h, theta), (stepped, theta_stepped) = constant, here
+    batch, losses = run.batch(inputs.frozen, t), []
+    theta, _ = theta_of_step(run, t, theta, theta_stepped, inputs.frozen, batch)
+
+    def again(w: list[Array]) -> Signals:
+        value, g, statistics = run.isolated_gradient(run.gradient, t, w, theta, inputs.frozen, batch)
+        losses.append(value)
+        return run.signals(g, statistics, run.more_signals(t, w, theta, inputs.frozen, batch))
+
+    state = unstep(run, t, state, join_steps(h, stepped), by_link(run, entries), again)
+    return state, losses[0]
