@@ -49,7 +49,7 @@ from hypergrad.run.disk import DiskWords
 from hypergrad.run.fingerprints import state_prints
 from hypergrad.run.forward import Seen
 from hypergrad.run.rewind import rewound
-from hypergrad.run.status import Outcome, Plan, nothing_kept
+from hypergrad.run.status import Outcome, Plan
 from hypergrad.run.step import State, final_values, refilled, without_words
 
 
@@ -98,13 +98,13 @@ class Record:
             raise StorageError(f"{folder / NAME} is no record of this version of hypergrad. Record again.")
         compare(folder, there, here)
         with own_settings():
-            self._plan, first, self._capacity = begin(run, inputs)
+            self._plan, first, _ = begin(run, inputs)
             like = {"end": like_end(run, inputs, self._plan, first)}
             (end,) = opened(folder, END, largest(like), lambda content: unpacked(content, like)).values()
             self._end: End = end
             self._words = DiskWords.of_before(folder / str(name), buffers_of(run))
             seen = Seen(end.losses, end.batches)
-            self._outcome = outcome_of(run, inputs, self._plan, end.state, seen, end.sizes, self._capacity)
+            self._outcome = outcome_of(run, inputs, self._plan, end.state, seen, end.sizes)
         self.trained = put_together(run, self._about, self._outcome, run.steps, made.given["state"], jnp.bool_(True))
 
     def rewind(self, step: int) -> Trained:
@@ -150,7 +150,7 @@ class Record:
             self._same_units(plan, step)
             end, late = run.segment(train_on, inputs, plan, state, jnp.int32(step), static=(run.steps - step,))
             losses = jnp.concatenate([self._end.losses[:step], late[0].losses])
-            outcome = outcome_of(run, inputs, plan, end, Seen(losses, None), None, nothing_kept(run))
+            outcome = outcome_of(run, inputs, plan, end, Seen(losses, None), None)
         if not outcome.status.ok:
             raise outcome.status.error()
         return put_together(run, about, outcome, run.steps, made.given["state"], jnp.bool_(True))

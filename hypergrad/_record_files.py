@@ -89,7 +89,7 @@ def _keep(run: Run, inputs: Inputs, folder: pathlib.Path) -> None:
         plan, state, capacity = begin(run, inputs)
         prints = lambda state: starts.append(run.segment(state_prints, state))  # noqa: E731
         words, end, seen, sizes = store_segments(run, capacity, inputs, state, plan, prints)
-        outcome = outcome_of(run, inputs, plan, end, seen, sizes, capacity)
+        outcome = outcome_of(run, inputs, plan, end, seen, sizes)
     if not outcome.status.ok:
         raise outcome.status.error()
     assert isinstance(words, DiskWords)
@@ -105,16 +105,20 @@ def adjoint_of(folder: pathlib.Path) -> Reversible:
 
 
 def begin(run: Run, inputs: Inputs) -> tuple[Plan, State, Capacity]:
-    capacity = capacities(run, inputs.h, None)
-    make = lambda run, values, h: (schedules(run, h), initial_state(run, values, nothing_kept(run)))  # noqa: E731
-    return *run.outside_loop(make, inputs.values, inputs.h), capacity
+    return *run.segment(_begin, inputs.values, inputs.h), capacities(run, inputs.h, None)
 
 
-def outcome_of(
-    run: Run, inputs: Inputs, plan: Plan, end: State, seen: Seen, sizes: Array | None, capacity: Capacity
-) -> Outcome:
-    status = assess(run, inputs.values, inputs.h, plan, end, seen.losses, capacity, sizes)
-    return Outcome(final_values(run, end), seen.losses, status)
+def _begin(run: Run, values: Any, h: Any) -> tuple[Plan, State]:
+    return schedules(run, h), initial_state(run, values, nothing_kept(run))
+
+
+def outcome_of(run: Run, inputs: Inputs, plan: Plan, end: State, seen: Seen, sizes: Array | None) -> Outcome:
+    return run.segment(_outcome, inputs.values, inputs.h, plan, end, seen.losses, sizes)
+
+
+def _outcome(run: Run, values: Any, h: Any, plan: Plan, end: State, losses: Array, sizes: Array | None) -> Outcome:
+    status = assess(run, values, h, plan, end, losses, nothing_kept(run), sizes)
+    return Outcome(final_values(run, end), losses, status)
 
 
 def train_on(

@@ -22,6 +22,7 @@ from experiments import (
     report,
     schedule_gradient,
     toy_valley,
+    unlearning,
 )
 from experiments.benchmarks import optimizer_family
 
@@ -80,6 +81,7 @@ def test_adam_beside_optax_in_short():
         gradient_links,
         language_model,
         optimizer_race,
+        unlearning,
     ],
     ids=lambda m: m.__name__[12:],
 )
