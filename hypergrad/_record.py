@@ -141,16 +141,18 @@ class Record:
         )
         state = self._state(step)
         run, inputs, about = made.set_up(Reversible(driver="scan"))
-        if run.steps <= step:
-            raise ValueError(f"`steps` of resume are in all: more than the {step} that are behind it; got {run.steps}.")
+        if run.steps < step:
+            raise ValueError(f"`steps` of resume are in all: at least the {step} that are behind it; got {run.steps}.")
         with own_settings():
             plan, first, _ = begin(run, inputs)
             if _shapes(first) != _shapes(state):
                 raise ValueError("`optimizer` must have the accumulators of the recorded run; it has others.")
             self._same_units(plan, step)
-            end, late = run.segment(train_on, inputs, plan, state, jnp.int32(step), static=(run.steps - step,))
-            losses = jnp.concatenate([self._end.losses[:step], late[0].losses])
-            outcome = outcome_of(run, inputs, plan, end, Seen(losses, None), None)
+            losses = self._end.losses[:step]
+            if length := run.steps - step:
+                state, late = run.segment(train_on, inputs, plan, state, jnp.int32(step), static=(length,))
+                losses = jnp.concatenate([losses, late[0].losses])
+            outcome = outcome_of(run, inputs, plan, state, Seen(losses, None), None)
         if not outcome.status.ok:
             raise outcome.status.error()
         return put_together(run, about, outcome, run.steps, made.given["state"], jnp.bool_(True))

@@ -2,8 +2,8 @@
 
     python -m experiments.benchmarks.rewind [--data digits|mnist] [--steps 10000] [--every 500]
 
-For SGD and Adam: trains and records; a fresh process opens the record and rewinds to every 500th step; each state is compared
-with that of a training which ended there, by SHA-256 of parameters and accumulators.
+For SGD and Adam: trains and records; a fresh process opens the record and rewinds to every 500th step; each state is
+compared with that of a training which ended there, by SHA-256 of parameters and accumulators.
 """
 
 import argparse
@@ -52,18 +52,9 @@ def digest(run: hg.Trained) -> str:
 
 def elsewhere(data: str, rule: str, steps: int, every: int, folder: str) -> dict[str, Any]:
     """What a fresh process finds: {"digests": by step, "seconds": of the whole way back}."""
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.benchmarks.rewind",
-        "--data",
-        data,
-        "--steps",
-        str(steps),
-        "--every",
-        str(every),
-    ]
-    done = subprocess.run([*command, "--open", folder, rule], check=True, capture_output=True, text=True)
+    options = ["--data", data, "--steps", str(steps), "--every", str(every), "--open", folder, rule]
+    command = [sys.executable, "-m", "experiments.benchmarks.rewind", *options]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -102,9 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parameters = sum(x.size for x in jax.tree.leaves(record.trained.params))
         bits = 8 * files / parameters / chosen.steps
         print(
-            f"{rule:5} {sum(same)} of {len(same)} states are those of trainings that ended there; {files / 2**20:.2f} MiB in all, "
-            f"{bits:.4f} bits per parameter and step with the end, log2(1/decay) {float(record.trained.status.ideal_bits):.4f}; "
-            f"recorded in {recorded:.1f} s with compilation, all the way back {found['seconds']:.1f} s",
+            f"{rule}: {sum(same)} of {len(same)} states are those of trainings that ended there; {files / 2**20:.2f} MiB, "
+            f"{bits:.4f} bits per parameter and step with the end, where log2(1/decay) is "
+            f"{float(record.trained.status.ideal_bits):.4f}; recorded in {recorded:.1f} s with compilation, all the way back "
+            f"in {found['seconds']:.1f} s",
             flush=True,
         )
     return int(wrong > 0)
