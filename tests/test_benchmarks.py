@@ -18,10 +18,12 @@ from experiments.benchmarks import (
     integers,
     laws,
     long_reversal,
+    long_runs,
     loops,
     opponents,
     performance,
     report,
+    rewind,
     roads,
     scaling,
     starting,
@@ -41,6 +43,20 @@ UNROLL = Road("unroll", opponents.unrolled, "opponent")
 def test_long_reversal_is_exact_in_short():
     proof = long_reversal.certify(40)
     assert proof.exact and proof.first_mismatch is None
+
+
+def test_records_are_rewound_in_short(monkeypatch, capsys):
+    monkeypatch.setattr(rewind, "elsewhere", rewind.opened)
+    assert rewind.main(["--steps", "8", "--every", "4"]) == 0
+    assert capsys.readouterr().out.count("2 of 2 states") == 2
+    monkeypatch.setattr(rewind, "elsewhere", lambda *a: {"digests": dict.fromkeys("048", "wrong"), "seconds": 0.0})
+    assert rewind.main(["--steps", "8", "--every", "4"]) == 1
+
+
+def test_long_runs_in_short(capsys):
+    assert long_runs.main(["--steps", "16", "--share", "4", "--rounds", "1", "--mebibytes", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 9 and all(" us a step" in line for line in lines[1:])
 
 
 def test_every_road_gives_the_same_hypergradient():

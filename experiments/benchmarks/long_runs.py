@@ -4,13 +4,18 @@
 
 A learning rate per step is differentiated, momentum 0.9. `share`: opponents are timed on so many times fewer steps, which
 changes neither their states nor their time per step by more than the depth of a tree. Times are in units of plain training
-of as many steps, by turns in one process; bytes are XLA's temporaries.
+of as many steps, by turns in one process; bytes are XLA's
+temporaries, or what the process grew by where Python goes from segment to segment: digits in host memory among them.
 """
 
 import argparse
+import atexit
 import functools
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax import Array
@@ -39,7 +44,21 @@ def ours(budget: int) -> list[roads.Road]:
             "ours",
             options=hg.compiler_options,
         ),
+        roads.Road(
+            'hg.Reversible(buffer="host")', functools.partial(stored, hg.Reversible(buffer="host")), "ours", loop=True
+        ),
+        roads.Road("hg.Reversible(buffer=hg.Disk(folder))", functools.partial(stored, on_disk()), "ours", loop=True),
     ]
+
+
+def on_disk() -> hg.Reversible:
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    return hg.Reversible(buffer=hg.Disk(folder))
+
+
+def stored(adjoint: hg.Reversible, task: Task) -> Any:
+    return roads.host_reversible(task, adjoint)
 
 
 def theirs(budget: int, task: Task) -> list[roads.Road]:

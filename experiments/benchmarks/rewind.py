@@ -58,14 +58,14 @@ def elsewhere(data: str, rule: str, steps: int, every: int, folder: str) -> dict
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def opened(data: str, rule: str, steps: int, every: int, folder: str) -> None:
+def opened(data: str, rule: str, steps: int, every: int, folder: str) -> dict[str, Any]:
     record = hg.record(**given(data, rule, steps), folder=folder)
     record.rewind(steps - 1)  # compiles
     begin = time.perf_counter()
     record.rewind(0)
     seconds = time.perf_counter() - begin
-    digests = {step: digest(record.rewind(step)) for step in range(0, steps + 1, every)}
-    print(json.dumps({"digests": digests, "seconds": seconds}))
+    digests = {str(step): digest(record.rewind(step)) for step in range(0, steps + 1, every)}
+    return {"digests": digests, "seconds": seconds}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--open", nargs=2, metavar=("FOLDER", "RULE"), help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.open:
-        opened(chosen.data, chosen.open[1], chosen.steps, chosen.every, chosen.open[0])
+        print(json.dumps(opened(chosen.data, chosen.open[1], chosen.steps, chosen.every, chosen.open[0])))
         return 0
     wrong = 0
     for rule in RULES:
@@ -95,8 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             f"{rule}: {sum(same)} of {len(same)} states are those of trainings that ended there; {files / 2**20:.2f} MiB, "
             f"{bits:.4f} bits per parameter and step with the end, where log2(1/decay) is "
-            f"{float(record.trained.status.ideal_bits):.4f}; recorded in {recorded:.1f} s with compilation, all the way back "
-            f"in {found['seconds']:.1f} s",
+            f"{float(record.trained.status.ideal_bits):.4f}; recorded in {recorded:.1f} s with compilation, all the way "
+            f"back in {found['seconds']:.1f} s",
             flush=True,
         )
     return int(wrong > 0)
