@@ -4,6 +4,7 @@ Invariant: bytes are XLA's own for the program that would run, and seconds those
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,17 +18,20 @@ from hypergrad._settings import own_settings
 from hypergrad._train import set_up
 from hypergrad.adjoints import Adjoint, Checkpointed, Reversible, Unrolled
 from hypergrad.adjoints.auto import (
-    ROADS,
     Wanted,
+    cut_to,
     derivative,
+    in_segments,
     named,
     pulled,
     room,
     too_little,
 )
 from hypergrad.adjoints.budget import bytes_of, shown_bytes
+from hypergrad.adjoints.reversible import Room, reversed_run
 from hypergrad.batches import HostBatches, full_batch
 from hypergrad.run.spec import Inputs, Run
+from hypergrad.run.status import Outcome
 
 
 MEASURED_STEPS = 64
@@ -108,6 +112,10 @@ def plan(
         run, inputs = begun(learned)
         wanted = _wanted(begun, learned)
         found.append(Road(one, *room(one, run, inputs, wanted), _seconds(one, run, inputs, wanted) if measure else None))
+        if adjoint is None and one == Reversible() and budget is not None and found[-1].device > budget:
+            if fitting := in_segments(run, inputs, wanted, budget, found[-1].device):
+                seconds = _seconds(fitting[0], run, inputs, wanted) if measure else None
+                found.append(Road(fitting[0], fitting[1], 0, seconds))
     return Plan(run.steps, tuple(found), *_chosen(found, budget, run.steps, adjoint is None))
 
 
@@ -122,8 +130,10 @@ def _wanted(begun: Callable[[Any], tuple[Run, Inputs]], learned: Any) -> Wanted:
 
 
 def _chosen(found: list[Road], budget: int | None, steps: int, free: bool) -> tuple[Adjoint | None, str]:
-    """(which to take, why): as `Auto` would, and words on the host where only they fit."""
-    order = [*ROADS, *(road.adjoint for road in found)] if free else [road.adjoint for road in found]
+    """(which to take, why): as `Auto` would, and digits on the host where only they fit."""
+    order = [road.adjoint for road in found]
+    if free:  # host memory is not for programs that jax.jit compiles: only where nothing else fits
+        order = [a for a in order if a.buffer == "device"] + [a for a in order if a.buffer != "device"]
     by_adjoint = {road.adjoint: road for road in found}
     device = {a: road.device for a, road in by_adjoint.items()}
     candidates = [by_adjoint[a] for a in dict.fromkeys(order) if a in by_adjoint]
@@ -141,8 +151,30 @@ def _merit(adjoint: Adjoint) -> str:
     return "each reversal is checked bit for bit" if isinstance(adjoint, Reversible) else "as asked for"
 
 
+@dataclasses.dataclass(frozen=True)
+class _Cut(Reversible):
+    """A run that is cut as it says, and not to a budget."""
+
+    first: int = 0
+    segments: tuple[int, ...] = ()
+
+    def run(self, run: Run, inputs: Inputs) -> Outcome:
+        return reversed_run(dataclasses.replace(run, first=self.first, segments=self.segments), Room(None), inputs)
+
+
+def _likewise(adjoint: Adjoint, run: Run, inputs: Inputs, steps: int) -> Adjoint:
+    """For a run of fewer steps: one that is cut to a budget replays as large a part of them, as often."""
+    if not isinstance(adjoint, Reversible) or adjoint.memory_budget is None or steps == run.steps:
+        return adjoint
+    whole = cut_to(run, inputs, bytes_of(adjoint.memory_budget))
+    segments = (2,) * len(whole.segments)
+    length = round(steps * whole.first / whole.steps) // math.prod(segments)
+    return _Cut(first=length * math.prod(segments), segments=segments) if length and segments else Reversible()
+
+
 def _seconds(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> float:
     short, few = _shortened(run, inputs)
+    adjoint = _likewise(adjoint, run, inputs, short.steps)
     if adjoint.buffer == "host":
         call = lambda: pulled(adjoint, short, wanted, (), few)  # noqa: E731
     else:

@@ -179,3 +179,25 @@ def test_budgets_in_units():
 def test_the_slow_reference_is_not_planned():
     with pytest.raises(ValueError, match='hg.plan knows nothing of buffer="gmpy2"'):
         planned(DENSE, hg.SGD(0.1, 0.9), adjoint=hg.Reversible(buffer="gmpy2"))
+
+
+def test_between_the_two_it_cuts_the_run_into_segments():
+    """Digits of 4,000 steps at a small momentum are more than the budget, states of now and then are not."""
+    steps, optimizer = 4000, hg.SGD(jnp.float32(0.1), 0.1)
+    arguments = (_loss, WIDE, optimizer, BATCHES)
+    whole = hg.plan(*arguments, theta=1e-3, steps=steps, adjoint=hg.Reversible(), measure=False).roads[0].device
+    budget = whole // 2
+    plan = hg.plan(*arguments, theta=1e-3, steps=steps, memory_budget=budget)
+    assert isinstance(plan.adjoint, hg.Reversible) and plan.adjoint.memory_budget
+    taken = {road.adjoint: road for road in plan.roads}
+    assert taken[plan.adjoint].device <= budget
+    assert taken[plan.adjoint].seconds > 0 and "does not fit" in plan.why
+
+    def slope(adjoint):
+        def value(rate):
+            run = hg.train(_loss, WIDE, hg.SGD(rate, 0.1), BATCHES, theta=1e-3, steps=40, adjoint=adjoint)
+            return sum(jnp.sum(x) for x in jax.tree.leaves(run.params))
+
+        return jax.jit(jax.grad(value))(0.1)
+
+    np.testing.assert_allclose(slope(plan.adjoint), slope(hg.Reversible()), rtol=1e-6)

@@ -4,8 +4,8 @@
 
 A learning rate per step is differentiated, momentum 0.9. `share`: opponents are timed on so many times fewer steps, which
 changes neither their states nor their time per step by more than the depth of a tree. Times are in units of plain training
-of as many steps, by turns in one process; bytes are XLA's
-temporaries, or what the process grew by where Python goes from segment to segment: digits in host memory among them.
+of as many steps, by turns in one process. Bytes are XLA's temporaries, or what the process grew by where Python goes from
+segment to segment: digits in host memory among them.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def ours(budget: int) -> list[roads.Road]:
         roads.Road(
             'hg.Reversible(buffer="host")', functools.partial(stored, hg.Reversible(buffer="host")), "ours", loop=True
         ),
-        roads.Road("hg.Reversible(buffer=hg.Disk(folder))", functools.partial(stored, on_disk()), "ours", loop=True),
+        roads.Road("buffer=hg.Disk(folder)", functools.partial(stored, on_disk()), "ours", loop=True),
     ]
 
 

@@ -15,7 +15,7 @@ from hypergrad import _programs as programs
 from hypergrad._report import current_ledger, probing, watched
 from hypergrad._settings import own_settings
 from hypergrad.adjoints.base import Adjoint, Cost
-from hypergrad.adjoints.budget import bytes_of, shown_bytes
+from hypergrad.adjoints.budget import bytes_of, cut, shown_bytes
 from hypergrad.adjoints.capacity import capacities
 from hypergrad.adjoints.reversible import Reversible
 from hypergrad.adjoints.unrolled import Checkpointed
@@ -28,10 +28,13 @@ from hypergrad.run.status import Outcome
 
 ROADS: tuple[Adjoint, ...] = (Reversible(), Checkpointed())  # in the order in which `Auto` would take them
 
+ATTEMPTS = 3  # segments take some more room than what their budget is for
+
 
 @dataclasses.dataclass(frozen=True)
 class Auto(Adjoint):
-    """`Reversible` where it fits into `memory_budget`, else `Checkpointed`, else an error that says what each takes.
+    """`Reversible` where it fits into `memory_budget`, else cut into segments, else `Checkpointed`, else an error that says
+    what each takes.
 
     memory_budget: what a hypergradient may set aside beside its arguments: an int, of bytes, or a string such as "512MiB" or
     "2 GB". It is compared with what XLA sets aside for the derivative of one run in all that is float, which is compiled
@@ -56,10 +59,35 @@ class Auto(Adjoint):
             found[adjoint] = room(adjoint, run, inputs, wanted).device
             if found[adjoint] <= budget:
                 return adjoint.run(run, inputs)
+            if adjoint == Reversible() and (fitting := in_segments(run, inputs, wanted, budget, found[adjoint])):
+                return fitting[0].run(run, inputs)
         raise ValueError(too_little(budget, run.steps, found))
 
     def cost(self, steps: int) -> Cost:
         return ROADS[0].cost(steps)
+
+
+def in_segments(run: Run, inputs: Inputs, wanted: "Wanted", budget: int, whole: int) -> tuple[Reversible, int] | None:
+    """`Reversible` with what the budget leaves beside all that does not grow with the steps, and what it takes; None: that
+    is too little. whole: what the run takes that is not cut."""
+    left = budget - (whole - words_of(run, inputs))
+    for _ in range(ATTEMPTS):
+        try:
+            adjoint = Reversible(memory_budget=left)
+            cut_to(run, inputs, left)
+        except ValueError:  # nothing is left, or too little
+            return None
+        taken = room(adjoint, run, inputs, wanted).device
+        if taken <= budget:
+            return adjoint, taken
+        left -= taken - budget
+    return None
+
+
+def cut_to(run: Run, inputs: Inputs, budget: int) -> Run:
+    """`cut`, whoever asks."""
+    with own_settings():
+        return cut(run, inputs.h, budget, None)
 
 
 def too_little(budget: int, steps: int, found: dict[Adjoint, int]) -> str:
