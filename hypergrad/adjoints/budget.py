@@ -61,31 +61,37 @@ def cut(run: Run, h: list[Hypers], budget: int, capacity: int | None) -> Run:
     capacity: 32-bit words of all steps, as users give it.
     """
     state, decaying = _bytes_of_state(run), list(_decaying(run, h, capacity))
-    smallest = None
-    for candidate in _candidates(run):
-        entries = (
-            (words_of(candidate, block, link, lost) + (block.buffer(link) == HEADS)) * math.prod(block.shape)
-            for block, link, lost in decaying
-        )
-        needed = sum(candidate.segments) * state + sum(entries) * WORD_BITS // 8
-        if needed <= budget:
-            return candidate
-        smallest = needed if smallest is None else min(smallest, needed)
+    smallest = math.inf
+    for levels in range(LEVELS + 1):
+        for candidate in _cuts(run, levels):
+            states = sum(candidate.segments) * state
+            if states >= smallest:
+                break  # more segments only take more
+            entries = (
+                (words_of(candidate, block, link, lost) + (block.buffer(link) == HEADS)) * math.prod(block.shape)
+                for block, link, lost in decaying
+            )
+            needed = states + sum(entries) * WORD_BITS // 8
+            if needed <= budget:
+                return candidate
+            smallest = min(smallest, needed)
     raise ValueError(
-        f"memory_budget={shown_bytes(budget)} is too little to reverse {run.steps} steps: states of {shown_bytes(state)} "
-        f"are kept now and then, and the lost digits between two. The smallest that works is {smallest} bytes."
+        f"memory_budget={shown_bytes(budget)} is too little to reverse {run.steps} steps: states of {shown_bytes(state)} are "
+        f"kept now and then, and the lost digits between two. The smallest that works is {smallest} bytes."
     )
 
 
-def _candidates(run: Run) -> Iterator[Run]:
-    yield run
-    for levels in range(1, LEVELS + 1):
-        for count in range(1 if levels == 1 else 2, run.steps):
-            many = count**levels
-            length = min(-(-run.steps // (many + 1)), (run.steps - 1) // many)
-            if not length:
-                break
-            yield dataclasses.replace(run, first=many * length, segments=(count,) * levels)
+def _cuts(run: Run, levels: int) -> Iterator[Run]:
+    """Into more and more segments, each of which is cut into as many, and so on."""
+    if not levels:
+        yield run
+        return
+    for count in range(1 if levels == 1 else 2, run.steps):
+        many = count**levels
+        length = min(-(-run.steps // (many + 1)), (run.steps - 1) // many)
+        if not length:
+            return
+        yield dataclasses.replace(run, first=many * length, segments=(count,) * levels)
 
 
 def _bytes_of_state(run: Run) -> int:

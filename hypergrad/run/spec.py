@@ -5,7 +5,6 @@ Invariant: `Run.batch` is one function of t, and `Run.gradient` one of (paramete
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -89,15 +88,15 @@ class Run:
     def emptied(self) -> list[int]:
         """The steps before which stacks are empty."""
         if self.store is not None:
-            segments = -(-self.steps // STORED)
-            return list(range(0, self.steps, -(-self.steps // segments)))
-        length = self.first // math.prod(self.segments)
-        return [*(range(0, self.first, length) if self.segments else ()), self.first]
+            return list(range(0, self.steps, self.longest))
+        return [*(range(0, self.first, self.first // math.prod(self.segments)) if self.segments else ()), self.first]
 
     @property
     def longest(self) -> int:
-        """Steps between two of these."""
-        return max(b - a for a, b in itertools.pairwise([*self.emptied, self.steps]))
+        """The most steps between two of these."""
+        if self.store is not None:
+            return -(-self.steps // -(-self.steps // STORED))
+        return max(self.steps - self.first, self.first // math.prod(self.segments) if self.segments else 0)
 
     @property
     def from_python(self) -> bool:
