@@ -76,8 +76,8 @@ def cut(run: Run, h: list[Hypers], budget: int, capacity: int | None) -> Run:
                 return candidate
             smallest = min(smallest, needed)
     raise ValueError(
-        f"memory_budget={shown_bytes(budget)} is too little to reverse {run.steps} steps: states of {shown_bytes(state)} are "
-        f"kept now and then, and the lost digits between two. The smallest that works is {smallest} bytes."
+        f"memory_budget={shown_bytes(budget)} is too little to reverse {run.steps} steps: states of {shown_bytes(state)} "
+        f"are kept now and then, and the lost digits between two. The smallest that works is {smallest} bytes."
     )
 
 
