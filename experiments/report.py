@@ -27,7 +27,7 @@ ORDER = (
 INTRODUCTION = (
     "# Chapter 6, redone",
     "Each figure of Chapter 6 of the thesis, by a script over the public names of the library, with several seeds, images "
-    "that nothing was chosen by, and certificates; the last section goes beyond the thesis. `python -m experiments.report` "
+    "that nothing was chosen by, and certificates; the last sections go beyond the thesis. `python -m experiments.report` "
     'wrote this page from the records of the scripts. "Ours" is the mean over seeds, and what follows ± is the standard '
     "deviation over them.",
     "Run any of them with `python -m experiments.<name>`. Without data at hand they take scikit-learn's digits, in under "
