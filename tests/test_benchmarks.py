@@ -22,6 +22,7 @@ from experiments.benchmarks import (
     loops,
     opponents,
     performance,
+    plans,
     report,
     rewind,
     roads,
@@ -43,6 +44,12 @@ UNROLL = Road("unroll", opponents.unrolled, "opponent")
 def test_long_reversal_is_exact_in_short():
     proof = long_reversal.certify(40)
     assert proof.exact and proof.first_mismatch is None
+
+
+def test_plans_are_compared_in_short(capsys):
+    assert plans.main(["--tiny", "--rounds", "1", "--only", "small", "statistics"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 7 and all(" MiB " in line and " s " in line for line in lines[1:])
 
 
 def test_records_are_rewound_in_short(monkeypatch, capsys):
