@@ -102,7 +102,7 @@ class Record:
             like = {"end": like_end(run, inputs, self._plan, first)}
             (end,) = opened(folder, END, largest(like), lambda content: unpacked(content, like)).values()
             self._end: End = end
-            self._words = DiskWords.of_before(folder / str(name), buffers_of(run))
+            self._words = DiskWords.of_before(folder / str(name), buffers_of(run, first))
             seen = Seen(end.losses, end.batches)
             self._outcome = outcome_of(run, inputs, self._plan, end.state, seen, end.sizes)
         self.trained = put_together(run, self._about, self._outcome, run.steps, made.given["state"], jnp.bool_(True))

@@ -76,6 +76,15 @@ def test_every_step_is_that_of_a_run_that_ends_there(name: str, tmp_path: pathli
 
 
 @pytest.mark.of_bits
+def test_links_of_other_shapes_than_the_parameters_are_gone_back_on(tmp_path: pathlib.Path) -> None:
+    """Shampoo's roots are not of the shape of a weight."""
+    given = options() | {"optimizer": hg.Shampoo(0.01, every=3)}
+    record = hg.record(**given, folder=tmp_path)
+    assert_same(hg.record(**given, folder=tmp_path).rewind(0).params, NET.params())
+    assert_same(record.resume(5).params, record.trained.params)
+
+
+@pytest.mark.of_bits
 def test_statistics_are_gone_back_on_too(tmp_path: pathlib.Path) -> None:
     def stated(params: Any, theta: Any, batch: Any) -> Any:
         return NET.loss(params, theta, batch), jnp.mean(batch[0], axis=0)

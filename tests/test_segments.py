@@ -16,8 +16,10 @@ import hypergrad as hg
 from hypergrad._train import set_up
 from hypergrad.adjoints import passes, reversible, segments
 from hypergrad.adjoints.auto import room
-from hypergrad.adjoints.budget import cut
+from hypergrad.adjoints.budget import _bytes_of_state, cut
 from hypergrad.adjoints.capacity import capacities
+from hypergrad.run.status import nothing_kept
+from hypergrad.run.step import initial_state
 
 
 STEPS = 11
@@ -138,17 +140,30 @@ def test_states_and_words_take_no_more_than_the_budget(momentum: float, steps: i
     run, inputs, _ = set_up(loss, PARAMS, hg.SGD(0.1, momentum), BATCHES, None, steps, None, hg.Reversible(), True)
     with jax.enable_x64(True):
         with fails(ValueError, "memory_budget=1 B is too little", "The smallest that works is") as caught:
-            cut(run, inputs.h, 1, None)
+            cut(run, inputs, 1, None)
         smallest = int(str(caught.value).split()[-2])
         whole = capacities(run, inputs.h, None)[0][0] * 4
         for budget in np.linspace(smallest, whole, 9).astype(int).tolist():
-            found = cut(run, inputs.h, budget, None)
+            found = cut(run, inputs, budget, None)
             words = capacities(found, inputs.h, None)[0][0]
             assert sum(found.segments) * 2 * 8 * 2 + words * 2 * 2 <= budget
             assert found.first % math.prod(found.segments) == 0 and 0 <= found.first < steps
-        assert not cut(run, inputs.h, whole, None).first
+        assert not cut(run, inputs, whole, None).first
         with fails(ValueError, f"smallest that works is {smallest} bytes"):
-            cut(run, inputs.h, smallest - 1, None)
+            cut(run, inputs, smallest - 1, None)
+
+
+def test_states_of_links_of_other_shapes_are_counted_as_they_are() -> None:
+    """Of Shampoo on one matrix: each state is as large as its integers."""
+    wide = {"w": jnp.zeros((8, 3))}
+    square = lambda params, _, batch: jnp.sum((params["w"] - batch) ** 2)  # noqa: E731
+    run, inputs, _ = set_up(
+        square, wide, hg.Shampoo(0.1), hg.full_batch(jnp.ones((8, 3))), None, 9, None, hg.Reversible(), True
+    )
+    with jax.enable_x64(True):
+        state = initial_state(run, inputs.values, nothing_kept(run))
+        integers = sum(x.size * 8 for x in jax.tree.leaves(state) if x.dtype == jnp.int64)
+    assert _bytes_of_state(run, inputs) == integers > 8 * 24 * 4
 
 
 def test_a_budget_is_kept_to() -> None:

@@ -5,7 +5,6 @@ Invariant: what is chosen is an adjoint of this folder, run as it would be by it
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -87,7 +86,7 @@ def in_segments(run: Run, inputs: Inputs, wanted: "Wanted", budget: int, whole: 
 def cut_to(run: Run, inputs: Inputs, budget: int) -> Run:
     """`cut`, whoever asks."""
     with own_settings():
-        return cut(run, inputs.h, budget, None)
+        return cut(run, inputs, budget, None)
 
 
 def too_little(budget: int, steps: int, found: dict[Adjoint, int]) -> str:
@@ -136,7 +135,8 @@ def words_of(run: Run, inputs: Inputs) -> int:
     """Bytes of the buffers of all links."""
     with own_settings():
         found = capacities(dataclasses.replace(run, store=None), inputs.h, None)
-    words = ((n or 0) * math.prod(b.shape) for b, row in zip(run.blocks, found, strict=True) for n in row)
+    rows = zip(run.blocks, inputs.values, found, strict=True)
+    words = ((n or 0) * own[k.name].size for b, own, row in rows for k, n in zip(b.chain, row, strict=True))
     return sum(words) * WORD_BITS // 8
 
 

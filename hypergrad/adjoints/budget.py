@@ -13,8 +13,7 @@ from hypergrad.adjoints.capacity import lost_of, words_of
 from hypergrad.exact import HEADS, WORD_BITS
 from hypergrad.optimizers.block import Block, Lost
 from hypergrad.optimizers.chain import Link
-from hypergrad.optimizers.expand import Hypers
-from hypergrad.run.spec import Run
+from hypergrad.run.spec import Inputs, Run
 
 
 LEVELS = 3  # of segments within segments
@@ -53,14 +52,14 @@ def shown_bytes(size: int) -> str:
     return f"{size} B"
 
 
-def cut(run: Run, h: list[Hypers], budget: int, capacity: int | None) -> Run:
+def cut(run: Run, inputs: Inputs, budget: int, capacity: int | None) -> Run:
     """The run cut as little as the budget allows, in bytes.
 
     Not at all where it holds the words of all steps, else into the fewest segments that fit, each of which is replayed once;
     where none do, into segments of segments, replayed once more a level. Raises ValueError with the smallest budget.
     capacity: 32-bit words of all steps, as users give it.
     """
-    state, decaying = _bytes_of_state(run), list(_decaying(run, h, capacity))
+    state, decaying = _bytes_of_state(run, inputs), list(_decaying(run, inputs, capacity))
     smallest = math.inf
     for levels in range(LEVELS + 1):
         for candidate in _cuts(run, levels):
@@ -68,8 +67,8 @@ def cut(run: Run, h: list[Hypers], budget: int, capacity: int | None) -> Run:
             if states >= smallest:
                 break  # more segments only take more
             entries = (
-                (words_of(candidate, block, link, lost) + (block.buffer(link) == HEADS)) * math.prod(block.shape)
-                for block, link, lost in decaying
+                (words_of(candidate, block, link, lost) + (block.buffer(link) == HEADS)) * size
+                for block, link, lost, size in decaying
             )
             needed = states + sum(entries) * WORD_BITS // 8
             if needed <= budget:
@@ -94,15 +93,18 @@ def _cuts(run: Run, levels: int) -> Iterator[Run]:
         yield dataclasses.replace(run, first=many * length, segments=(count,) * levels)
 
 
-def _bytes_of_state(run: Run) -> int:
+def _bytes_of_state(run: Run, inputs: Inputs) -> int:
     """Integers of all links, and heads."""
-    links = [(block, link) for block in run.blocks for link in block.chain]
-    heads = [4 if link.decay and block.buffer(link) == HEADS else 0 for block, link in links]
-    return sum(math.prod(b.shape) * (8 * (1 + k.wide) + head) for (b, k), head in zip(links, heads, strict=True))
+    links = [
+        (block, link, own[link.name]) for block, own in zip(run.blocks, inputs.values, strict=True) for link in block.chain
+    ]
+    heads = [4 if link.decay and block.buffer(link) == HEADS else 0 for block, link, _ in links]
+    return sum(x.size * (8 * (1 + link.wide) + head) for (_, link, x), head in zip(links, heads, strict=True))
 
 
-def _decaying(run: Run, h: list[Hypers], capacity: int | None) -> Iterator[tuple[Block, Link, Lost]]:
-    for block, own in zip(run.blocks, h, strict=True):
+def _decaying(run: Run, inputs: Inputs, capacity: int | None) -> Iterator[tuple[Block, Link, Lost, int]]:
+    """(block, link, what is lost of each value, how many values there are)"""
+    for block, values, own in zip(run.blocks, inputs.values, inputs.h, strict=True):
         for link, known in zip(block.chain, block.known, strict=True):
             if link.decay:
-                yield block, link, lost_of(run, block, link, known, own, capacity)[0]
+                yield block, link, lost_of(run, block, link, known, own, capacity)[0], values[link.name].size

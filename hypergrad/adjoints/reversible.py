@@ -156,7 +156,7 @@ def _run_fwd(run: Run, room: Room, *inputs: Any) -> tuple[Outcome, Residuals]:
                 f"`batches` is differentiated, in {path}; that derivative would be lost. Pass learned data through `theta`."
             )
     with own_settings():
-        run = run if room.budget is None else cut(run, arrays.h, room.budget, room.capacity)
+        run = run if room.budget is None else cut(run, arrays, room.budget, room.capacity)
         words = capacities(run, arrays.h, room.capacity)
     if room.kept is None:
         outcome, ends, batches = run_forward(run, words, arrays)

@@ -35,7 +35,7 @@ def store_segments(
     assert run.store is not None
     entries, seen = [schedule.entries for schedule in plan], []
     used = _used(run, plan)
-    words = run.store.words(*_announced(run, used))
+    words = run.store.words(*_announced(run, state, used))
     for first, length, counts in zip(*spans(run), used, strict=True):
         look(state)
         arguments = inputs, entries, state, jnp.int32(first)
@@ -89,14 +89,15 @@ def spans(run: Run) -> tuple[list[int], list[int]]:
     return firsts, [b - a for a, b in itertools.pairwise([*firsts, run.steps])]
 
 
-def buffers_of(run: Run) -> dict[str, tuple[int, ...]]:
-    """Names of all buffers, and the shapes of their words."""
-    return {f"{j}-{link.name}": block.shape for j, block in enumerate(run.blocks) for link in block.chain if link.decay}
+def buffers_of(run: Run, state: State) -> dict[str, tuple[int, ...]]:
+    """Names of all buffers, and the shapes of their words: what a link holds may have another shape than its block."""
+    links = [(j, link) for j, block in enumerate(run.blocks) for link in block.chain if link.decay]
+    return {f"{j}-{link.name}": state[j][link.name].value.shape for j, link in links}
 
 
-def _announced(run: Run, used: list[list[int]]) -> tuple[dict[str, tuple[int, ...]], int]:
+def _announced(run: Run, state: State, used: list[list[int]]) -> tuple[dict[str, tuple[int, ...]], int]:
     """(`buffers_of`, bytes of all words)"""
-    buffers = buffers_of(run)
+    buffers = buffers_of(run, state)
     sizes = [math.prod(shape) * WORD_BITS // 8 for shape in buffers.values()]
     return buffers, int(sum(np.dot(row, sizes) for row in used))
 
