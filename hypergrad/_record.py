@@ -34,6 +34,7 @@ from hypergrad._record_files import (
     outcome_of,
     train_and_keep,
     train_on,
+    unchanged,
 )
 from hypergrad._record_prints import compare, prints_of
 from hypergrad._safe_files import unsealed
@@ -100,7 +101,8 @@ class Record:
         with own_settings():
             self._plan, first, _ = begin(run, inputs)
             like = {"end": like_end(run, inputs, self._plan, first)}
-            (end,) = opened(folder, END, largest(like), lambda content: unpacked(content, like)).values()
+            whole = lambda content: unpacked(unchanged(content, about.get("end")), like)  # noqa: E731
+            (end,) = opened(folder, END, largest(like), whole).values()
             self._end: End = end
             self._words = DiskWords.of_before(folder / str(name), buffers_of(run, first))
             seen = Seen(end.losses, end.batches)
@@ -134,9 +136,9 @@ class Record:
         if unknown := sorted(set(given) - {"optimizer", "theta"}):
             raise TypeError(f"`resume` takes loss, batches, steps, optimizer and theta; got {', '.join(unknown)}.")
         made = self._made._replace(
-            loss=loss or self._made.loss,
-            batches=batches or self._made.batches,
-            steps=steps or self._run.steps,
+            loss=self._made.loss if loss is None else loss,
+            batches=self._made.batches if batches is None else batches,
+            steps=self._run.steps if steps is None else steps,
             given={**self._made.given, **given},
         )
         state = self._state(step)

@@ -16,7 +16,7 @@ from jax import Array
 
 from hypergrad._arrays import packed
 from hypergrad._record_prints import prints_of
-from hypergrad._safe_files import Damaged, Missing, read, sealed, write_new
+from hypergrad._safe_files import Damaged, Missing, digest, read, sealed, write_new
 from hypergrad._settings import own_settings
 from hypergrad._train import About, Trained, set_up, train
 from hypergrad.adjoints import Disk, Reversible
@@ -94,8 +94,10 @@ def _keep(run: Run, inputs: Inputs, folder: pathlib.Path) -> None:
         raise outcome.status.error()
     assert isinstance(words, DiskWords)
     try:
-        write_new(folder / END, packed({"end": End(end, seen.losses, seen.batches, sizes, jnp.stack(starts))}))
-        write_new(folder / NAME, sealed({"format": 1, "words": words.folder.name, "prints": prints_of(run, inputs)}))
+        content = packed({"end": End(end, seen.losses, seen.batches, sizes, jnp.stack(starts))})
+        about = {"format": 1, "words": words.folder.name, "end": digest(content), "prints": prints_of(run, inputs)}
+        write_new(folder / END, content)
+        write_new(folder / NAME, sealed(about))
     except OSError as error:
         raise StorageError(f"{folder} cannot be written to: {error.strerror or error}.") from error
 
@@ -136,6 +138,12 @@ def like_end(run: Run, inputs: Inputs, plan: Plan, first: State) -> End:
     starts = jax.eval_shape(lambda state: jnp.stack([state_prints(inner, state)] * len(run.emptied)), first)
     zeros = lambda x: np.zeros(x.shape, x.dtype)  # noqa: E731
     return jax.tree.map(zeros, End(end, seen.losses, seen.batches, sizes, starts))
+
+
+def unchanged(content: bytes, print_: Any) -> bytes:
+    if digest(content) != print_:
+        raise Damaged("is damaged or was edited: it does not match the checksum in record.json")
+    return content
 
 
 def opened(folder: pathlib.Path, name: str, limit: int, parse: Callable[[bytes], Any]) -> Any:

@@ -18,7 +18,7 @@ from problems import network
 from tiny import fails
 
 import hypergrad as hg
-from hypergrad.run import disk, spec
+from hypergrad.run import disk, rewind, spec
 
 
 STEPS, SEGMENT = 11, 4
@@ -183,7 +183,7 @@ def reworded(path: pathlib.Path) -> None:
 DAMAGE = {
     "record.json, flipped": ("record.json", flipped, "does not match its own checksum"),
     "record.json, another": ("record.json", reworded, "does not match its own checksum"),
-    "end.npz, cut off": ("end.npz", lambda path: os.truncate(path, 1000), "is no npz of these arrays"),
+    "end.npz, cut off": ("end.npz", lambda path: os.truncate(path, 1000), "does not match the checksum"),
     "end.npz, missing": ("end.npz", lambda path: path.unlink(), "is missing"),
     "words, flipped": ("words-*/0-velocity.words", flipped, "was changed or cut off"),
     "words, cut off": ("words-*/0-velocity.words", lambda path: os.truncate(path, path.stat().st_size - 1), "cut off"),
@@ -201,15 +201,27 @@ def test_a_damaged_record_is_an_error_by_the_file(name: str, tmp_path: pathlib.P
         hg.record(**options(), folder=tmp_path).rewind(0)
 
 
-def test_a_byte_of_the_end_that_is_another_is_found_on_the_way_back(tmp_path: pathlib.Path) -> None:
+def test_an_end_that_was_edited_is_told(tmp_path: pathlib.Path) -> None:
     hg.record(**options(), folder=tmp_path)
     with np.load(tmp_path / "end.npz") as archive:
         arrays = dict(archive)
-    largest = max((name for name in arrays if arrays[name].dtype == np.int64), key=lambda name: arrays[name].size)
-    arrays[largest].flat[0] += 1
+    next(x for x in arrays.values() if x.dtype == np.int64 and x.size).flat[0] += 1
     np.savez(tmp_path / "end.npz", **arrays)
+    with fails(hg.StorageError, "end.npz", "does not match the checksum in record.json"):
+        hg.record(**options(), folder=tmp_path)
+
+
+def test_what_rounds_otherwise_is_found_on_the_way_back(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = hg.record(**options(loss=lambda *a: 3 * NET.loss(*a)), folder=tmp_path)
+    unstep = rewind.unstep
+
+    def lying(*arguments: Any) -> Any:
+        state = unstep(*arguments)
+        return [{n: s._replace(value=s.value._replace(high=s.value.high + 1)) for n, s in own.items()} for own in state]
+
+    monkeypatch.setattr(rewind, "unstep", lying)
     with fails(hg.ReversalError, "does not lead back to step", "record again"):
-        hg.record(**options(), folder=tmp_path).rewind(STEPS - 1)
+        record.rewind(STEPS - 1)
 
 
 KILLED = """
