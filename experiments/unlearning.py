@@ -37,15 +37,15 @@ class Config:
     steps: int | None = None
     hidden: tuple[int, ...] | None = None
     batch_size: int = 50
-    places: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)  # of the batch, in parts of the run
+    places: tuple[float, ...] | None = None  # of the batch, in parts of the run
     seed: int = 0
     tiny: bool = False
     out: pathlib.Path = pathlib.Path("results/unlearning")
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "digits": {"steps": 10_000, "hidden": (64, 64)},
-    "tiny": {"steps": 10, "hidden": (4,)},
+    "digits": {"steps": 10_000, "hidden": (64, 64), "places": (0.1, 0.3, 0.5, 0.7, 0.9)},
+    "tiny": {"steps": 10, "hidden": (4,), "places": (0.5, 0.9)},
 }
 
 RULES: dict[str, tuple[Any, bool]] = {  # optimizer, whether there are running statistics
