@@ -27,11 +27,11 @@ from hypergrad._record_files import (
     NAME,
     End,
     Made,
-    adjoint_of,
     begin,
     like_end,
     opened,
     outcome_of,
+    run_of,
     train_and_keep,
     train_on,
     unchanged,
@@ -90,7 +90,7 @@ class Record:
 
     def __init__(self, made: Made, folder: pathlib.Path) -> None:
         self._made, self.folder = made, folder
-        self._run, self._inputs, self._about = made.set_up(adjoint_of(folder))
+        self._run, self._inputs, self._about = run_of(made, folder)
         run, inputs = self._run, self._inputs
         about = opened(folder, NAME, LIMIT, lambda content: unsealed(content))
         here = prints_of(run, inputs)

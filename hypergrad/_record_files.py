@@ -73,9 +73,7 @@ def train_and_keep(made: Made, folder: pathlib.Path) -> None:
         )
     if isinstance(made.batches, HostBatches):
         raise ValueError("hg.record needs `batches` that are a function of t, such as hg.stacked; got hg.host_batches.")
-    run, inputs, _ = made.set_up(adjoint_of(folder))
-    if not concrete((inputs, jnp.zeros(()))):
-        raise ValueError("hg.record trains from Python and writes files: call it outside of jax.jit, jax.vmap and jax.grad.")
+    run, inputs, _ = run_of(made, folder)
     try:
         _keep(run, inputs, folder)
     except BaseException:
@@ -102,8 +100,11 @@ def _keep(run: Run, inputs: Inputs, folder: pathlib.Path) -> None:
         raise StorageError(f"{folder} cannot be written to: {error.strerror or error}.") from error
 
 
-def adjoint_of(folder: pathlib.Path) -> Reversible:
-    return Reversible(driver="scan", buffer=Disk(str(folder), keep=True))
+def run_of(made: Made, folder: pathlib.Path) -> tuple[Run, Inputs, About]:
+    run, inputs, about = made.set_up(Reversible(driver="scan", buffer=Disk(str(folder), keep=True)))
+    if not concrete((inputs, jnp.zeros(()))):
+        raise ValueError("hg.record works from Python and on files: call it outside of jax.jit, jax.vmap and jax.grad.")
+    return run, inputs, about
 
 
 def begin(run: Run, inputs: Inputs) -> tuple[Plan, State, Capacity]:

@@ -133,6 +133,15 @@ def test_the_host_driver_is_not_traced(transform, known):
         transform(run)(PARAMS) if not known else jax.jit(lambda: run(PARAMS))()
 
 
+def test_words_off_the_device_are_not_traced_whatever_the_loss(monkeypatch):
+    """With a convolution the driver is open until it is known whether somebody traces."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    net = network("convolution")
+    options = {"theta": net.theta(), "steps": 3, "adjoint": hg.Reversible(buffer="host")}
+    with fails(ValueError, *NOT_TRACED):
+        jax.jit(lambda p: hg.train(net.loss, p, SGD, net.batches(3), **options).params)(net.params())
+
+
 def test_arrays_of_a_loss_are_let_go():
     data = jnp.ones(2)
     alive = weakref.ref(data)

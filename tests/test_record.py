@@ -180,6 +180,16 @@ def reworded(path: pathlib.Path) -> None:
     path.write_text(json.dumps({"format": 1}))
 
 
+def without_the_last(path: pathlib.Path) -> None:
+    """Cut off where a chunk ends."""
+    content, weights = path.read_bytes(), NET.weights["w1"].size
+    before = offset = content.index(b"\n") + 1
+    while offset < len(content):
+        before, count = offset, int.from_bytes(content[offset + 16 : offset + 24], "little")
+        offset += 64 + 2 * weights * count
+    os.truncate(path, before)
+
+
 DAMAGE = {
     "record.json, flipped": ("record.json", flipped, "does not match its own checksum"),
     "record.json, another": ("record.json", reworded, "does not match its own checksum"),
@@ -187,6 +197,7 @@ DAMAGE = {
     "end.npz, missing": ("end.npz", lambda path: path.unlink(), "is missing"),
     "words, flipped": ("words-*/0-velocity.words", flipped, "was changed or cut off"),
     "words, cut off": ("words-*/0-velocity.words", lambda path: os.truncate(path, path.stat().st_size - 1), "cut off"),
+    "words, without the last chunk": ("words-*/0-velocity.words", without_the_last, "lacks digits of the steps from 8"),
     "words, missing": ("words-*/0-velocity.words", lambda path: path.unlink(), "cannot be read"),
 }
 
@@ -197,7 +208,7 @@ def test_a_damaged_record_is_an_error_by_the_file(name: str, tmp_path: pathlib.P
     hg.record(**options(), folder=tmp_path)
     (path,) = tmp_path.glob(pattern)
     damage(path)
-    with fails(hg.StorageError, str(path), fragment):
+    with fails(hg.StorageError, str(path.parent), fragment):
         hg.record(**options(), folder=tmp_path).rewind(0)
 
 
@@ -283,8 +294,10 @@ def test_training_that_fails_leaves_nothing(tmp_path: pathlib.Path) -> None:
 def test_what_cannot_be_recorded(tmp_path: pathlib.Path) -> None:
     with fails(ValueError, "a function of t", "hg.host_batches"):
         hg.record(**options() | {"batches": hg.host_batches(lambda t: NET.data)}, folder=tmp_path)
-    with fails(ValueError, "outside of jax.jit"):
-        jax.jit(lambda p: hg.record(**options() | {"params": p}, folder=tmp_path).trained.params)(NET.params())
+    hg.record(**options(), folder=tmp_path / "made")
+    for folder in (tmp_path / "made", tmp_path / "new"):
+        with fails(ValueError, "outside of jax.jit"):
+            jax.jit(lambda p, f=folder: hg.record(**options() | {"params": p}, folder=f).trained.params)(NET.params())
     (tmp_path / "mine.txt").touch()
     with fails(ValueError, "holds files and no finished record"):
         hg.record(**options(), folder=tmp_path)

@@ -90,7 +90,7 @@ def test_inside_of_jit_and_vmap(by_hand: Any) -> None:
     for transform in (jax.jit, jax.vmap):
         at = (lambda f: jnp.stack([f(r) for r in rates])) if transform is jax.jit else (lambda f: f(rates))
         found, expected = (at(transform(functools.partial(gradient, a))) for a in (adjoint, hg.Reversible()))
-        np.testing.assert_allclose(found, expected, rtol=2e-5)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.of_bits

@@ -58,12 +58,12 @@ class Ends(NamedTuple):
 def settled_driver(run: Run, *arrays: Any) -> Run:
     """The run with its driver decided, by whether these are known and nobody is tracing."""
     known = _known(arrays)
-    if run.driver == "either":
+    if run.driver == "either" and (known or run.store is None):
         return dataclasses.replace(run, driver="host" if known else "scan")
     if run.from_python and not known:
         cure = "" if run.source is not None else ', or take hg.Reversible(driver="scan")'
         raise ValueError(
-            'driver="host", buffer="host" or "gmpy2", and hg.host_batches run training from Python, which cannot be traced '
+            'driver="host", a `buffer` off the device, and hg.host_batches run training from Python, which cannot be traced '
             f"by jax.jit or jax.vmap. Call it outside of them (hg.optimize(..., jit=False)){cure}."
         )
     return run

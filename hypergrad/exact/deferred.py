@@ -53,10 +53,6 @@ class DeferredEntry(NamedTuple):
         """Of some steps in a row: with a stack that is empty before the first of them."""
         return DeferredEntry(self.row.at[:, 4].add(-jnp.floor(self.row[0, 4])))
 
-    def unslotted(self) -> "DeferredEntry":
-        """The same for a stack of one word."""
-        return DeferredEntry(self.row.at[..., 4].set(self.row[..., 4] % 1))
-
 
 class Words(NamedTuple):
     """Lost digits of one leaf of one link."""

@@ -31,10 +31,6 @@ class SpillEntry(NamedTuple):
         """Of some steps in a row: with a stack that is empty before the first of them."""
         return self._replace(slot=self.slot - self.slot[0])
 
-    def unslotted(self) -> "SpillEntry":
-        """The same for a stack of one word."""
-        return self._replace(slot=jnp.zeros_like(self.slot))
-
 
 class Heads(NamedTuple):
     """Lost digits of one leaf of one link."""

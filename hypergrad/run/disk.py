@@ -72,7 +72,12 @@ class Disk(Store):
             raise StorageError(
                 f"the digits of this run take {size} bytes, and hg.Disk({self.folder!r}) has {free} left. {_CURE}"
             )
-        return DiskWords(folder / f"words-{secrets.token_hex(8)}", shapes, self.keep)
+        try:
+            return DiskWords(folder / f"words-{secrets.token_hex(8)}", shapes, self.keep)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(f"hg.Disk({self.folder!r}) cannot be written to: {error.strerror or error}.") from error
 
 
 class Place(NamedTuple):
@@ -106,6 +111,8 @@ class DiskWords(Words):
 
     def kept(self, first: int) -> list[tuple[np.ndarray, int]]:
         found = []
+        if len(self.places.get(first, ())) != len(self.paths):
+            raise StorageError(f"{self.folder} was changed or cut off: it lacks digits of the steps from {first}.")
         for path, place, shape in zip(self.paths, self.places[first], self.shapes, strict=True):
             with _opened(path) as file:
                 file.seek(place.offset)
@@ -195,9 +202,11 @@ def _opened(path: pathlib.Path) -> Iterator[BinaryIO]:
 
 
 def _locked(folder: pathlib.Path) -> int:
-    descriptor = os.open(folder / "lock", _CREATE, 0o666)
+    part = folder / "lock.part"  # so that nobody sees a lock which nobody holds yet
+    descriptor = os.open(part, _CREATE, 0o666)
     if fcntl is not None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    part.rename(folder / "lock")
     return descriptor
 
 

@@ -251,15 +251,6 @@ def test_digits_that_nobody_takes_back_are_dropped(buffer):
     assert dropped.stack is None and value.equals(other).all() and (np.asarray(kept.stack) > 0).any()
 
 
-@pytest.mark.parametrize("buffer", [HEADS, DEFERRED], ids=["heads", "deferred"])
-def test_an_entry_without_a_slot_is_that_of_the_first_word(buffer):
-    entries = buffer.schedule(jnp.asarray([1, 65535, 1, 3, 1, 1]), 2**16).entries
-    assert np.asarray(entries.slot).any() and not np.asarray(entries.unslotted().slot).any()
-    np.testing.assert_array_equal(entries.unslotted().spills, entries.spills)
-    for name in ("n", "step") if buffer == HEADS else ("before", "after"):
-        np.testing.assert_array_equal(getattr(entries.unslotted(), name), getattr(entries, name))
-
-
 @pytest.mark.parametrize("name", BUFFERS)
 def test_a_buffer_is_empty_until_a_digit_is_lost(name):
     buffer, value = BUFFERS[name], BUFFERS[name].hold(fixed([5, 0, -1], False))
