@@ -17,18 +17,11 @@ import numpy as np
 import optax
 
 import hypergrad as hg
+from experiments import _quick
 
 
 MODES = ("eager", "jit", "vmap")
 LANES = 2  # of vmap
-
-# Half of the time to compile, and more: code that is not made fast.
-QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
 
 LIBRARY = pathlib.Path(inspect.getfile(hg.train)).parent
 
@@ -115,7 +108,7 @@ def asked(case: Case, mode: str) -> list[tuple[dict[str, Any], Any]]:
 
 def oracle(case: Case, quick: bool = True) -> Callable[..., tuple[Any, Any]]:
     """(h, key) -> (value, gradient) along `hg.Unrolled`, compiled once."""
-    options = QUICK if quick and jax.default_backend() == "cpu" else None
+    options = _quick.OPTIONS if quick and jax.default_backend() == "cpu" else None
     return jax.jit(lambda h, key: jax.value_and_grad(case.value)(h, key, hg.Unrolled()), compiler_options=options)
 
 

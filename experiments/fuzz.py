@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from experiments import _judge
+from experiments import _judge, _quick
 from experiments._cases import ADJOINTS, Drawn, draw
 from experiments._judge import Verdict
 
@@ -81,7 +81,7 @@ def judged(drawn: Drawn, careful: bool = False) -> Verdict:
         compute, floats = _judge.oracle(case, quick=not careful), narrowest(drawn)
         mode = "eager" if drawn.mode in ADJOINTS else drawn.mode
         quick = drawn.quick and not careful and mode in ("jit", "vmap") and jax.default_backend() == "cpu"
-        options = {"compiler_options": _judge.QUICK} if quick else {}
+        options = {"compiler_options": _quick.OPTIONS} if quick else {}
         asked = drawn.names, mode, TOLERANCES[floats], compute, ADJOINTS.get(drawn.mode)
         verdict = _judge.judge(case, *asked, **options)
         if verdict.kind != "DIFFERENT" or math.isnan(verdict.error):
@@ -156,7 +156,7 @@ def table(done: list[Done]) -> str:
 
 def main(arguments: argparse.Namespace) -> int:
     if arguments.part == "quick":  # read by XLA when the first program is compiled
-        os.environ["XLA_FLAGS"] = " ".join(f"--{name}={str(value).lower()}" for name, value in _judge.QUICK.items())
+        os.environ["XLA_FLAGS"] = " ".join(f"--{name}={str(value).lower()}" for name, value in _quick.OPTIONS.items())
     gc.set_threshold(100_000, 50, 100)  # tracing makes many objects that live for a while: a tenth of the time
     done: list[Done] = []
     log = open(arguments.log, "a") if arguments.log else None  # noqa: SIM115

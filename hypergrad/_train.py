@@ -145,7 +145,7 @@ def set_up(
         labels=_labels(blocks, out, params, traced.names, means, _left_out(out, adjoint, steps)),
         throw=throw,
         linear=linear,
-        isolate=not linear or bool(adjoint.isolate),
+        isolate=_apart(adjoint, linear),
         shared=shared(blocks, out.alike),
         statistics_tree=statistics_tree,
         source=source,
@@ -185,6 +185,15 @@ def _driver(adjoint: Any, functions: Functions, source: Any) -> str:
         return "host"
     cores = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
     return "either" if cores > 1 and contains(functions.loss.jaxpr, "conv_general_dilated") else "scan"
+
+
+def _apart(adjoint: Any, linear: bool) -> bool:
+    """Whether gradients are compiled apart from their derivatives on the way back from the start.
+
+    On a GPU kernels for products are chosen anew for each program: beside its derivative, no gradient tried had the same
+    bits.
+    """
+    return bool(adjoint.isolate) or not linear or (adjoint.isolate is None and jax.default_backend() != "cpu")
 
 
 def _left_out(out: LaidOut, adjoint: Any, steps: int) -> tuple[str, ...]:

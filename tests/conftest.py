@@ -9,6 +9,8 @@ import jax
 import pytest
 from jax._src import compiler
 
+from experiments import _quick
+
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 
@@ -35,14 +37,12 @@ OF_BITS = [
 gc.set_threshold(100_000, 50, 10)
 
 
-# Nor need it make LLVM code of fusions by its newer way, or in many parts: a quarter of the time. `jax.jit` takes these
-# options for one function, and JAX has no setting for all of them.
-QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+# Nor need it make LLVM code in many parts. `jax.jit` takes these options for one function, and JAX has no setting for all.
 compile_options = compiler.get_compile_options
 
 
 def quick_options(*args: Any, env_options_overrides: dict[str, Any] | None = None, **options: Any) -> Any:
-    quick = QUICK if jax.config.read("jax_disable_most_optimizations") else {}
+    quick = _quick.IN_ONE_PART if jax.config.read("jax_disable_most_optimizations") else {}
     return compile_options(*args, env_options_overrides=quick | (env_options_overrides or {}), **options)
 
 

@@ -292,7 +292,8 @@ def test_a_gpu_script_certifies_and_agrees():
     results = {name: gpu.certified(task) for name, task in gpu.models(config).items()}
     assert set(results) == {"dense", "embedding"}
     for result in results.values():
-        assert result["exact"] and float(result["hypergradient"].removeprefix("relative error ")) < 1e-3
+        for text in result.values():
+            assert float(text.removeprefix("exact, relative error ")) < 1e-3
     assert gpu.bandwidth(100, rounds=1) > 0
 
 
@@ -310,4 +311,4 @@ def test_a_gpu_that_does_not_repeat_itself_is_reported():
         return task.loss(jax.tree.map(lambda x: x * (1 + jax.lax.stop_gradient(shaken)), params), batch)
 
     result = gpu.certified(task._replace(loss=loss))
-    assert not result["exact"] and "hypergrad.ReversalError" in result["hypergradient"]
+    assert all("the reversed run did not return" in text for text in result.values())

@@ -9,7 +9,7 @@ import pytest
 from matrix_rules import BRANCHING, Muon, PerExample, Shampoo, Whitened
 
 import hypergrad as hg
-from experiments import _judge
+from experiments import _quick
 
 
 STEPS = 12
@@ -40,7 +40,7 @@ def differentiated(optimizer: Any, adjoint: Any, function: Any = loss, dtype: An
         return sum(jnp.sum(jnp.sin(x)) for x in leaves) + jnp.sum(jnp.cos(run.losses))
 
     optimizer = jax.tree.map(lambda x: jnp.asarray(x, dtype), optimizer)
-    quick = _judge.QUICK if isinstance(adjoint, hg.Unrolled) else None  # an oracle need not have the bits of anything
+    quick = _quick.OPTIONS if isinstance(adjoint, hg.Unrolled) else None  # an oracle need not have the bits of anything
     return jax.jit(jax.grad(value, (0, 1, 2)), compiler_options=quick)(optimizer, params, jnp.asarray(0.01, dtype))
 
 

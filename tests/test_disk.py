@@ -186,5 +186,5 @@ def test_what_is_no_folder() -> None:
 
 
 def test_it_needs_python_between_segments() -> None:
-    with fails(ValueError, "a `buffer` off the device", "cannot be traced"):
+    with fails(ValueError, "buffer=hg.Disk(folder)", "cannot be traced"):
         jax.jit(lambda p: final(params=p, adjoint=hg.Reversible(buffer=hg.Disk("nowhere"))))(PARAMS)

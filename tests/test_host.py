@@ -133,13 +133,19 @@ def test_the_host_driver_is_not_traced(transform, known):
         transform(run)(PARAMS) if not known else jax.jit(lambda: run(PARAMS))()
 
 
-def test_words_off_the_device_are_not_traced_whatever_the_loss(monkeypatch):
+def test_words_on_disk_are_not_traced_whatever_the_loss(monkeypatch):
     """With a convolution the driver is open until it is known whether somebody traces."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     net = network("convolution")
-    options = {"theta": net.theta(), "steps": 3, "adjoint": hg.Reversible(buffer="host")}
+
+    def slope(buffer):
+        options = {"theta": net.theta(), "steps": 3, "adjoint": hg.Reversible(buffer=buffer)}
+        end = lambda p: net.value(hg.train(net.loss, p, SGD, net.batches(3), **options).params)  # noqa: E731
+        return jax.jit(jax.grad(end))(net.params())
+
     with fails(ValueError, *NOT_TRACED):
-        jax.jit(lambda p: hg.train(net.loss, p, SGD, net.batches(3), **options).params)(net.params())
+        slope(hg.Disk("nowhere"))
+    assert_equal(slope("host"), slope("device"))
 
 
 def test_arrays_of_a_loss_are_let_go():
@@ -226,30 +232,48 @@ def test_words_on_the_host_are_those_of_the_device(kind, driver):
     assert not [x for x in jax.tree.leaves(host[1].last) if x.dtype == jnp.uint16]
 
 
+def spilling(kind, **options):
+    optimizer, steps = SPILLING[kind]
+    return lambda params: final(params=params, optimizer=optimizer, steps=steps, adjoint=hg.Reversible(**options))
+
+
 @pytest.mark.usefixtures("stored")
 @pytest.mark.parametrize("driver", ["scan", "host"])
 @pytest.mark.parametrize("kind", SPILLING)
 def test_words_on_the_host_come_back(kind, driver):
-    optimizer, steps = SPILLING[kind]
-
-    def run(buffer):
-        options = {"optimizer": optimizer, "steps": steps, "adjoint": hg.Reversible(driver=driver, buffer=buffer)}
-        return lambda params: final(params=params, **options)
+    run = lambda buffer: spilling(kind, driver=driver, buffer=buffer)  # noqa: E731
 
     assert_equal(jax.value_and_grad(run("host"))(PARAMS), jax.value_and_grad(run("device"))(PARAMS))
     value, pull = jax.vjp(run("host"), PARAMS)
     assert_equal(pull(jnp.ones_like(value)), pull(jnp.ones_like(value)))
 
 
+@pytest.mark.usefixtures("stored")
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
+@pytest.mark.parametrize("kind", SPILLING)
+def test_words_on_the_host_come_back_inside_of_a_program(kind, transform):
+    found, expected = (transform(jax.value_and_grad(spilling(kind, buffer=b, capacity=8))) for b in ("host", "device"))
+    at = jax.tree.map(lambda x: jnp.stack([x, -x]), PARAMS) if transform is jax.vmap else PARAMS
+    assert_equal(found(at), expected(at))
+    assert "<host>" in str(jax.make_jaxpr(found)(at))
+
+
+def test_a_word_that_was_lost_inside_of_a_program_is_noticed(monkeypatch):
+    undo = passes.undo_stacked
+    wrong = lambda way, words, carry: undo(way, jax.tree.map(lambda x: x ^ 1, words), carry)  # noqa: E731
+    monkeypatch.setattr(passes, "undo_stacked", wrong)
+    with fails(jax.errors.JaxRuntimeError, "velocity['w']"):
+        jax.block_until_ready(jax.jit(jax.grad(spilling("sgd", buffer="host")))(PARAMS))
+
+
 def test_a_word_that_was_lost_on_the_host_is_noticed(monkeypatch):
     trimmed = stores.trimmed
     monkeypatch.setattr(stores, "trimmed", lambda stack, n: trimmed(stack, n) ^ 1)
     with fails(hg.ReversalError, "velocity['w']"):
-        optimizer, steps = SPILLING["sgd"]
-        jax.grad(lambda p: final(params=p, optimizer=optimizer, steps=steps, adjoint=hg.Reversible(buffer="host")))(PARAMS)
+        jax.grad(spilling("sgd", buffer="host"))(PARAMS)
 
 
-@pytest.mark.parametrize("options", [{"buffer": "gmpy2", "driver": "scan"}, {"buffer": "host", "capacity": 3}])
+@pytest.mark.parametrize("options", [{"buffer": "gmpy2", "driver": "scan"}, {"buffer": "gmpy2", "capacity": 3}])
 def test_words_off_the_device_need_no_capacity(options):
     with fails(ValueError, f'buffer="{options["buffer"]}"', list(options)[1]):
         hg.Reversible(**options)

@@ -1,15 +1,17 @@
 """What a GPU does: which flags exact reversals need, the exact layer against memory bandwidth, a transformer.
 
-    python -m experiments.benchmarks.gpu [--parts certify layer transformer] [--tiny]
+    python -m experiments.benchmarks.gpu [--parts certify buffers layer transformer] [--tiny]
 
-certify: dense, convolutional, attention and embedding models, forward and back and bit for bit, each set of XLA flags in a
-process of its own; then the hypergradient of the same run against that of a rematerialized one. layer: nanoseconds per
-parameter and step, beside the least that the bandwidth of the device allows for what must be read and written. transformer:
-124 million parameters, time and memory of the hypergradient beside training and checkpointing. It runs on whatever device
-JAX has.
+certify: dense, convolutional, attention and embedding models, forward and back and bit for bit, their gradients compiled
+beside their derivatives and apart, each set of XLA flags in a process of its own, all at once; and the hypergradient against
+that of a rematerialized run. buffers: lost digits on the device and in host memory, inside of one program, against the
+steps. layer: nanoseconds per parameter and step, beside the least that the bandwidth of the device allows for what must be
+read and written. transformer: 124 million parameters, time and memory of the hypergradient beside training and
+checkpointing. It runs on whatever device JAX has.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -26,10 +28,10 @@ from jax import Array
 
 import hypergrad as hg
 from experiments import _record
-from experiments.benchmarks import exact_layer, roads
+from experiments.benchmarks import exact_layer, roads, scaling
 from experiments.benchmarks._measure import Limits, lowered, measure
 from experiments.benchmarks.hypergradient import line
-from experiments.benchmarks.workloads import Task, batch_of, conv_task, mlp_task, transformer_task
+from experiments.benchmarks.workloads import Task, conv_task, mlp_task, transformer_task
 
 
 FLAGS = {
@@ -47,10 +49,19 @@ BACKWARD_BYTES = FORWARD_BYTES + 2 * 2 * 4 + 4
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    parts: tuple[str, ...] = ("certify", "layer", "transformer")
+    parts: tuple[str, ...] = ("certify", "buffers", "layer", "transformer")
     steps: int = 200  # of what is certified
+    long: tuple[int, ...] = (1024, 16384, 131072)  # steps of `buffers`
+    counts: tuple[int, ...] = (1_000_000, 10_000_000, 100_000_000)  # parameters of `layer`
     transformer_steps: int = 1000
     seconds: float = 60.0  # of one run of the transformer: longer ones take fewer steps
+    roads: tuple[str, ...] = (
+        "plain training, scan",
+        "hg.Reversible, scan",
+        "sqrt-remat",
+        "equinox, 8 states",
+        "replay tree, 4-ary",
+    )  # of the transformer
     fraction: float = 0.6  # of the device's memory that one run may take
     flags: str | None = None  # a key of FLAGS: what a process of `certify` certifies under
     tiny: bool = False
@@ -83,40 +94,67 @@ def models(config: Config) -> dict[str, Task]:
 
 
 def certify(config: Config) -> dict[str, Any]:
-    """{flags: {model: certificate and error} or what went wrong}, each in a process of its own."""
+    """{flags: what was found of each model, or what went wrong}, each in a process of its own."""
     found: dict[str, Any] = {}
     command = [sys.executable, "-m", "experiments.benchmarks.gpu", "--steps", str(config.steps)]
+    command += ["--tiny"] if config.tiny else []
+    processes = {}
     for name, flags in FLAGS.items():
-        environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
-        options = ["--flags", name, *(["--tiny"] if config.tiny else [])]
-        done = subprocess.run([*command, *options], env=environment, capture_output=True, text=True)
-        last = (done.stdout.splitlines() or [""])[-1]
-        found[name] = json.loads(last) if done.returncode == 0 else {"failed": done.stderr[-500:]}
-        print(f"flags: {name}")
-        for model, result in found[name].items():
-            print(f"  {model:12s} {result}", flush=True)
+        own = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        given: dict[str, Any] = {"env": os.environ | own, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes[name] = subprocess.Popen([*command, "--flags", name], **given)
+    for name, process in processes.items():
+        out, said = process.communicate()
+        found[name] = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        if process.returncode:
+            found[name].append({"failed": said[-500:]})
+        print(f"flags: {name}", *found[name], sep="\n  ", flush=True)
     return found
 
 
-def certified(task: Task) -> dict[str, Any]:
-    """One model under the flags of this process."""
-    batches = jax.tree_util.Partial(batch_of, task.data, task.batch_size)
-    proof = hg.check_reversal(
-        roads.three_arguments(task), task.params, hg.SGD(task.learning_rate), batches, steps=task.steps
-    )
-    try:
-        gradient = run("hg.Reversible, scan", task)
-    except jax.errors.JaxRuntimeError as error:
-        problem = next((x for x in str(error).splitlines() if "hypergrad." in x), str(error)[:200])
-        return {"exact": proof.exact, "mismatch": proof.first_mismatch, "hypergradient": problem}
-    reference = run("remat", task)
-    error = float(jnp.linalg.norm(gradient - reference) / jnp.linalg.norm(reference))
-    return {"exact": proof.exact, "mismatch": proof.first_mismatch, "hypergradient": f"relative error {error:.1e}"}
+def certified(task: Task) -> dict[str, str]:
+    """One model under the flags of this process: gradients beside their derivatives, and apart."""
+    reference, found = run(next(road for road in roads.ROADS if road.name == "remat"), task), {}
+    for how, isolate in (("beside", False), ("apart", True)):
+        try:
+            gradient = run(reversed_by(hg.Reversible(driver="scan", isolate=isolate)), task)
+            found[how] = f"exact, relative error {distance(gradient, reference):.1e}"
+        except (hg.ReversalError, jax.errors.JaxRuntimeError) as error:
+            text = next((x for x in str(error).splitlines() if "did not return" in x), str(error)[:200])
+            found[how] = text[:100]
+    return found
 
 
-def run(name: str, task: Task) -> Array:
-    program, arguments = lowered(next(road for road in roads.ROADS if road.name == name), task)
+def reversed_by(adjoint: hg.Reversible) -> roads.Road:
+    return roads.Road(repr(adjoint), functools.partial(roads.reversed_by, adjoint), "ours")
+
+
+def run(road: roads.Road, task: Task) -> Array:
+    program, arguments = lowered(road, task)
     return jax.block_until_ready(program.compile()(*arguments))
+
+
+def distance(found: Array, expected: Array) -> float:
+    return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
+
+
+def buffers(config: Config) -> list[dict[str, Any]]:
+    """Of each number of steps and place for lost digits: seconds, bytes on the device and in host memory, by XLA; how far
+    the hypergradient is from that with digits on the device: by what two programs round otherwise."""
+    rows = []
+    for steps in (4, 8) if config.tiny else config.long:
+        gradients: list[Array] = []
+        for buffer in ("device", "host"):
+            program, arguments = lowered(reversed_by(hg.Reversible(driver="scan", buffer=buffer)), scaling.network(steps))
+            compiled = program.compile()
+            gradients.append(jax.block_until_ready(compiled(*arguments)))
+            begin = time.perf_counter()
+            jax.block_until_ready(compiled(*arguments))
+            seconds, size = time.perf_counter() - begin, compiled.memory_analysis()
+            row = {"steps": steps, "buffer": buffer, "seconds": seconds, "device": size.temp_size_in_bytes}
+            rows.append(row | {"host": size.host_temp_size_in_bytes, "apart": distance(gradients[-1], gradients[0])})
+            print(f"  {rows[-1]}", flush=True)
+    return rows
 
 
 def bandwidth(size: int, rounds: int = 10) -> float:
@@ -132,8 +170,8 @@ def bandwidth(size: int, rounds: int = 10) -> float:
 
 
 def layer(config: Config) -> dict[str, Any]:
-    counts = (100,) if config.tiny else (1_000_000, 10_000_000, 100_000_000)
-    speed = bandwidth(max(counts))
+    counts = (100,) if config.tiny else config.counts
+    speed = bandwidth(max(*counts, 100 if config.tiny else 250_000_000))  # more than a cache holds
     least = {"forward": 1e9 * FORWARD_BYTES / speed, "forward and back": 1e9 * (FORWARD_BYTES + BACKWARD_BYTES) / speed}
     found: dict[str, Any] = {"bandwidth": speed, "least": least, "nanoseconds": {}}
     print(f"bandwidth {speed / 1e9:,.0f} GB/s; the least, in ns per parameter and step: {least}")
@@ -150,22 +188,22 @@ def transformer(config: Config) -> dict[str, Any]:
         task = transformer_task(4, 4, 1, 2, 3, 5, 2, 6)
     # Rates in the range of what a transformer of this size is trained with, since the loss must stay finite.
     task = task._replace(learning_rate=0.01)
-    wanted = ("plain training, scan", "hg.Reversible, scan", "sqrt-remat", "equinox, 8 states", "replay tree, 4-ary")
     statistic = jax.devices()[0].memory_stats() or {}
     limits = Limits(1, config.seconds, bytes=config.fraction * statistic.get("bytes_limit", 5e9))
-    rows = measure(task, [road for road in roads.ROADS if road.name in wanted], limits, show=print)
+    rows = measure(task, [road for road in roads.ROADS if road.name in config.roads], limits, show=print)
     for row in rows:
         print(line(row))
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return {"parameters": task.parameters, "roads": [dataclasses.asdict(row) for row in rows], "peak": peak}
 
 
-PARTS = {"certify": certify, "layer": layer, "transformer": transformer}
+PARTS = {"certify": certify, "buffers": buffers, "layer": layer, "transformer": transformer}
 
 
 def main(config: Config) -> None:
     if config.flags is not None:
-        print(json.dumps({name: certified(task) for name, task in models(config).items()}))
+        for name, task in models(config).items():
+            print(json.dumps({"model": name} | certified(task)), flush=True)
         return
     for name in config.parts:
         begin = time.perf_counter()

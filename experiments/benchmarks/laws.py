@@ -65,7 +65,8 @@ def sizes(task: Task) -> Sizes:
 
 
 def _operations(function: Callable[..., Any], *shapes: Any) -> float:
-    return jax.jit(function).lower(*shapes).cost_analysis()["flops"]
+    program = jax.jit(function).lower(*shapes)
+    return (program.cost_analysis() or program.compile().cost_analysis())["flops"]  # on a GPU compiled ones alone know
 
 
 def _bytes(tree: Any) -> int:

@@ -17,9 +17,6 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-from jax import Array
-
 import hypergrad as hg
 from experiments.benchmarks import opponents, roads, scaling
 from experiments.benchmarks._measure import Limits, measure
@@ -29,18 +26,13 @@ from experiments.benchmarks.workloads import Task, mlp_task
 NETWORKS = {"small": scaling.network, "784-64-64-10": mlp_task}
 
 
-def hybrid(budget: int, task: Task, rates: Array) -> Array:
-    adjoint = hg.Reversible(memory_budget=budget, isolate=False)
-    return jax.grad(lambda a: task.validation(roads.trained(task, a, adjoint)))(rates)
-
-
 def ours(budget: int) -> list[roads.Road]:
     return [
         roads.Road("plain training", opponents.plain, "plain", options=hg.compiler_options),
         roads.Road("hg.Reversible()", roads.optimized, "ours", options=hg.compiler_options),
         roads.Road(
             f"hg.Reversible(memory_budget={budget})",
-            functools.partial(hybrid, budget),
+            functools.partial(roads.reversed_by, hg.Reversible(memory_budget=budget, isolate=False)),
             "ours",
             options=hg.compiler_options,
         ),

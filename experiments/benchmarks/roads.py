@@ -28,10 +28,13 @@ def reversible(task: Task, learning_rates: Array) -> Array:
     return jax.grad(lambda a: task.validation(trained(task, a)))(learning_rates)
 
 
+def reversed_by(adjoint: Any, task: Task, learning_rates: Array) -> Array:
+    return jax.grad(lambda a: task.validation(trained(task, a, adjoint)))(learning_rates)
+
+
 def optimized(task: Task, learning_rates: Array) -> Array:
     """As `hg.optimize` compiles it, which reads the certificate itself, and compiles again where gradients must be apart."""
-    adjoint = hg.Reversible(driver="scan", isolate=False)
-    return jax.grad(lambda a: task.validation(trained(task, a, adjoint)))(learning_rates)
+    return reversed_by(hg.Reversible(driver="scan", isolate=False), task, learning_rates)
 
 
 def exact_forward(task: Task, learning_rates: Array) -> Array:

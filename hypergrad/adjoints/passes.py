@@ -17,7 +17,7 @@ from hypergrad.adjoints.backward import Reversed, begin, finish
 from hypergrad.adjoints.link import Cotangents
 from hypergrad.adjoints.second_order import accumulator, chosen, merged
 from hypergrad.adjoints.segments import Way, joined, replay, undo_segments
-from hypergrad.adjoints.stored import store_segments, undo_stored
+from hypergrad.adjoints.stored import Stacks, stack_segments, store_segments, undo_stacked, undo_stored
 from hypergrad.adjoints.traced import batched_apart, once
 from hypergrad.exact import all_of
 from hypergrad.optimizers.block import Floats, statistics_in
@@ -51,19 +51,21 @@ class Ends(NamedTuple):
     last: State
     middle: State | None  # before the last segment; None: the run is not cut
     kept: State | None  # before each of the others, stacked; None: these are not undone
-    words: Words | None  # of all segments, where they are stored elsewhere
+    words: Words | Stacks | None  # of all segments, where they are stored elsewhere
     plan: Plan  # when buffers spill
 
 
 def settled_driver(run: Run, *arrays: Any) -> Run:
     """The run with its driver decided, by whether these are known and nobody is tracing."""
     known = _known(arrays)
-    if run.driver == "either" and (known or run.store is None):
-        return dataclasses.replace(run, driver="host" if known else "scan")
+    if not known and run.store is not None:
+        run = dataclasses.replace(run, traced=run.store.in_program)
+    if run.driver == "either" and (known or run.store is None or run.traced):
+        run = dataclasses.replace(run, driver="host" if known else "scan")
     if run.from_python and not known:
         cure = "" if run.source is not None else ', or take hg.Reversible(driver="scan")'
         raise ValueError(
-            'driver="host", a `buffer` off the device, and hg.host_batches run training from Python, which cannot be traced '
+            'driver="host", buffer=hg.Disk(folder) and hg.host_batches run training from Python, which cannot be traced '
             f"by jax.jit or jax.vmap. Call it outside of them (hg.optimize(..., jit=False)){cure}."
         )
     return run
@@ -86,9 +88,11 @@ def run_forward(run: Run, capacity: Capacity | None, inputs: Inputs) -> tuple[Ou
 
 def _forward_pass(run: Run, capacity: Capacity | None, inputs: Inputs) -> tuple[Outcome, Ends, Array | None]:
     plan, state = run.outside_loop(_begin, inputs.values, inputs.h, static=(capacity,))
-    words = middle = kept = None
+    words: Words | Stacks | None = None
+    middle = kept = None
     if run.store is not None and capacity is not None:
-        words, end, seen, sizes = store_segments(run, capacity, inputs, state, plan)
+        store: Any = store_segments if run.from_python else stack_segments
+        words, end, seen, sizes = store(run, capacity, inputs, state, plan)
     else:
         kept, middle, end, seen, sizes = _in_segments(run, capacity, inputs, state, [schedule.entries for schedule in plan])
     arguments = inputs.values, inputs.h, plan, _integers(end), seen.losses, sizes
@@ -177,7 +181,9 @@ def _backward_pass(
     entries = [schedule.entries for schedule in ends.plan]
     way = Way(run, wanted.theta, inputs, entries, dlosses, consts, capacity_of(run, ends.last))
     met = None
-    if ends.words is not None:
+    if isinstance(ends.words, Stacks):
+        carry, of_steps = undo_stacked(way, ends.words, carry)
+    elif ends.words is not None:
         carry, of_steps = undo_stored(way, ends.words, carry)
     elif run.first:
         carry, of_steps, met = _by_segments(way, ends, carry)

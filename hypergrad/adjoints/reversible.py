@@ -39,15 +39,15 @@ class Reversible(Adjoint):
     float64 (range +-1024), 48 for float32 (range +-16384). driver: "scan" (compiled whole) or "host" (a Python loop over
     one jitted step; not under jit or vmap); None: the host for `hg.host_batches`, and outside of jit and vmap for losses
     with convolutions on a CPU of several cores, else the scan. buffer: "device"; "host", or `hg.Disk(folder)`: the digits
-    of each 256 steps go to host memory, or to files, while the next are on, so that the device's memory does not grow with
-    the steps (not under jit or vmap); "gmpy2": one arbitrary-precision integer per parameter, the slow reference, on the
-    host. isolate: compute each gradient once more on the way back, compiled apart from its derivative, so that its bits
-    are the same in both passes; None: where needed, which is for rules that are not linear in the gradient and under
-    `jax.vmap`. progress: with driver="host", called now and then with ("forward" or "reverse", steps done, steps), as
-    `hg.callbacks.Steps()` is. memory_budget: for lost digits, and for states where it does not hold them all: bytes, or a
-    string such as "512MiB". The run is then cut into segments, the state before each kept, 8 bytes a link and parameter;
-    on the way back each is trained once more with its digits, compared with where the next one began, and reversed. None:
-    digits of all steps are kept.
+    of each 256 steps go to host memory, or to files (not under jit or vmap), while the next are on, so that they take no
+    memory of the device; "gmpy2": one arbitrary-precision integer per parameter, the slow reference, on the host (nor
+    that). isolate: compute each gradient once more on the way back, compiled apart from its derivative, so that its bits
+    are the same in both passes; None: where needed, which is for rules that are not linear in the gradient, under
+    `jax.vmap`, and on a GPU. progress: with driver="host", called now and then with ("forward" or "reverse", steps done,
+    steps), as `hg.callbacks.Steps()` is. memory_budget: for lost digits, and for states where it does not hold them all:
+    bytes, or a string such as "512MiB". The run is then cut into segments, the state before each kept, 8 bytes a link and
+    parameter; on the way back each is trained once more with its digits, compared with where the next one began, and
+    reversed. None: digits of all steps are kept.
     """
 
     capacity: int | None = None
@@ -65,9 +65,9 @@ class Reversible(Adjoint):
             raise ValueError(f'`driver` must be "scan", "host" or None; got {self.driver!r}.')
         if self.buffer == "gmpy2" and self.driver == "scan":
             raise ValueError('buffer="gmpy2" needs Python between the steps, driver="host" (or None); got "scan".')
-        if self.buffer != "device" and self.capacity is not None:
+        if self.buffer not in ("device", "host") and self.capacity is not None:
             buffer = f'"{self.buffer}"' if isinstance(self.buffer, str) else repr(self.buffer)
-            raise ValueError(f'buffer={buffer} grows as it must; `capacity` is for buffer="device".')
+            raise ValueError(f'buffer={buffer} grows as it must; `capacity` is for "device" and "host".')
         if self.memory_budget is not None:
             bytes_of(self.memory_budget)
             if self.buffer != "device" or self.driver == "host":

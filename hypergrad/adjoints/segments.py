@@ -44,7 +44,7 @@ def replay(
         return end, (state, (seen, sizes))
 
     end, (starts, seen) = jax.lax.scan(one, state, jnp.arange(count, dtype=jnp.int32))
-    return end, starts, _step_by_step(seen)
+    return end, starts, step_by_step(seen)
 
 
 def undo_segments(
@@ -62,7 +62,7 @@ def undo_segments(
 
     numbered = jnp.arange(segments[0], dtype=jnp.int32), starts
     carry, (found, met) = jax.lax.scan(one, carry, numbered, reverse=True)
-    return carry, _step_by_step(found), met.all(0)
+    return carry, step_by_step(found), met.all(0)
 
 
 def _undo_segment(
@@ -81,7 +81,7 @@ def _undo_segment(
     return (without_words(run, found_again), *rest), found, met
 
 
-def _step_by_step(seen: Any) -> Any:
+def step_by_step(seen: Any) -> Any:
     """[segments, steps, ...] -> [segments steps, ...]"""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), seen)
 

@@ -1,4 +1,4 @@
-"""A run whose words are stored elsewhere, segment by segment: Python between segments, one program for each way.
+"""A run whose words are stored elsewhere, segment by segment: Python between segments, or one program over all of them.
 
 Invariant: each segment is undone with the words that it left, bit for bit.
 """
@@ -6,7 +6,7 @@ Invariant: each segment is undone with the words that it left, bit for bit.
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad.adjoints.backward import undo
-from hypergrad.adjoints.segments import Way
+from hypergrad.adjoints.segments import Way, joined, step_by_step
 from hypergrad.exact import WORD_BITS
 from hypergrad.run.forward import Seen, Span, forward, steps_of
 from hypergrad.run.spec import Inputs, Run, by_link
@@ -54,6 +54,52 @@ def undo_stored(way: Way, words: Words, carry: Any) -> tuple[Any, Any]:
         carry, found = run.segment(_undo_segment, *arguments, static=(way.wanted, length))
         of_steps.append(found)
     return carry, jax.tree.map(lambda *x: jnp.concatenate(x), *reversed(of_steps))
+
+
+class Stacks(NamedTuple):
+    """Words in host memory that a program reaches by itself."""
+
+    equal: list[Array]  # of segments of one length: [segments, capacity, ...] of each buffer
+    rest: list[Array]  # of a shorter one after them; []: there is none
+
+
+def stack_segments(
+    run: Run, capacity: Capacity, inputs: Inputs, state: State, plan: Plan
+) -> tuple[Stacks, State, Seen, Array]:
+    """`store_segments`, inside of a program."""
+    entries = [schedule.entries for schedule in plan]
+    count, rest = divmod(run.steps, run.longest)
+
+    def one(state: State, k: Array) -> tuple[State, tuple[list[Array], Any]]:
+        first = k * run.longest
+        state, stacks, *seen = _train_segment(run, capacity, run.longest, inputs, entries, state, first)
+        return state, (jax.device_put(stacks, jax.memory.Space.Host), seen)
+
+    state, (stacks, seen) = jax.lax.scan(one, state, jnp.arange(count, dtype=jnp.int32))
+    seen = step_by_step(seen)
+    if not rest:
+        return Stacks(stacks, []), state, *seen
+    first = jnp.int32(count * run.longest)
+    state, last, *late = _train_segment(run, capacity, rest, inputs, entries, state, first)
+    return Stacks(stacks, last), state, *joined(seen, late)
+
+
+def undo_stacked(way: Way, words: Stacks, carry: Any) -> tuple[Any, Any]:
+    """`undo_stored`, inside of a program."""
+    run = way.run
+    count, rest = divmod(run.steps, run.longest)
+    given = way.inputs, way.entries, way.dlosses, way.consts
+    if rest:
+        first = jnp.int32(count * run.longest)
+        carry, late = _undo_segment(run, way.wanted, rest, *given, carry, words.rest, first)
+
+    def one(carry: Any, x: tuple[Array, list[Array]]) -> tuple[Any, Any]:
+        k, stacks = x[0], jax.device_put(x[1], jax.memory.Space.Device)
+        return _undo_segment(run, way.wanted, run.longest, *given, carry, stacks, k * run.longest)
+
+    carry, found = jax.lax.scan(one, carry, (jnp.arange(count, dtype=jnp.int32), words.equal), reverse=True)
+    found = step_by_step(found)
+    return carry, joined(found, late) if rest else found
 
 
 def _train_segment(

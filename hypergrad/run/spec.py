@@ -75,6 +75,7 @@ class Run:
     source: HostBatches | None = None  # of batches that Python loads, for host drivers
     progress: drivers.Progress | None = None  # told by host drivers how far they are
     store: Store | None = None  # where the words of a segment go while others are on; None: nowhere
+    traced: bool = False  # whether somebody builds a program of it, which then goes from segment to segment by itself
     retries: bool = False  # whether a reverse pass that fails is tried again with gradients apart
     first: int = 0  # the step that the last segment begins with: that whose words are kept
     segments: tuple[int, ...] = ()  # how what comes before is cut: so many, of so many each, ...; (): it is not undone
@@ -101,7 +102,7 @@ class Run:
     @property
     def from_python(self) -> bool:
         """Whether Python runs something between the steps, or between segments of them."""
-        return self.driver != "scan" or self.store is not None
+        return self.driver != "scan" or (self.store is not None and not self.traced)
 
     @functools.cached_property
     def parameters(self) -> range:

@@ -5,6 +5,7 @@ Invariant: `take(first)` gives what `put(first, ...)` was given, bit for bit, or
 
 import abc
 import dataclasses
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -49,6 +50,8 @@ class Words(abc.ABC):
 class Store(abc.ABC):
     """A place for words; hashable."""
 
+    in_program: ClassVar[bool] = False  # whether a compiled program reaches it by itself
+
     @abc.abstractmethod
     def words(self, shapes: dict[str, tuple[int, ...]], size: int) -> Words:
         """Of a run that begins: of each of its buffers, the shape of a word; and how many bytes there will be."""
@@ -57,6 +60,8 @@ class Store(abc.ABC):
 @dataclasses.dataclass(frozen=True)
 class Host(Store):
     """Host memory."""
+
+    in_program: ClassVar[bool] = True
 
     def words(self, shapes: dict[str, tuple[int, ...]], size: int) -> Words:
         return HostWords()

@@ -15,6 +15,7 @@ from jax.scipy.ndimage import map_coordinates
 
 import hypergrad as hg
 from hypergrad import _programs as programs
+from hypergrad._train import set_up
 from hypergrad.adjoints import backward, retry, reversible
 
 
@@ -224,3 +225,17 @@ def test_an_input_turned_by_a_learned_angle() -> None:
     batched, _ = told(lambda: jax.jit(jax.vmap(gradient))(lanes))
     for found in (ours, jax.tree.map(lambda x: x[1], batched)):
         assert_close(found, expected("turned"))
+
+
+@pytest.mark.parametrize(("isolate", "apart"), [(None, True), (False, False), (True, True)])
+def test_on_a_gpu_gradients_are_apart_from_the_start(isolate: bool | None, apart: bool, monkeypatch: Any) -> None:
+    """On one each program has other kernels for products (docs/performance.md), so beside a derivative none came back."""
+
+    def isolated() -> bool:
+        loss = lambda w, _, batch: jnp.sum((w - batch) ** 2)  # noqa: E731
+        adjoint = hg.Reversible(isolate=isolate)
+        return set_up(loss, jnp.ones(2), hg.SGD(0.1), hg.full_batch(0.0), None, 3, None, adjoint, True)[0].isolate
+
+    assert isolated() == bool(isolate)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert isolated() == apart
