@@ -65,14 +65,14 @@ def check_kinds(loss: Any, optimizer: Any, batches: Any, adjoint: Any) -> None:
     check_signature("batches(t)", batches, f"t is the step; or take {_BATCH_CURE}.")
 
 
-def theta_by_steps(theta: Any, steps: int) -> tuple[Any, list[bool]]:
+def theta_by_steps(theta: Any, steps: int, name: str = "theta") -> tuple[Any, list[bool]]:
     """(theta as the loss has it, but for the leading axes of what is `PerStep`; of its float leaves, whether it has one)."""
     theta, is_per_step = spread(theta), lambda x: isinstance(x, PerStep)
     plain = jax.tree.map(lambda x: x.values if is_per_step(x) else x, theta, is_leaf=is_per_step)
     marks = jax.tree.map(lambda x: jax.tree.map(lambda _: is_per_step(x), x), theta, is_leaf=is_per_step)
     flags = []
     for (path, x), marked in zip(jax.tree_util.tree_leaves_with_path(plain), jax.tree.leaves(marks), strict=True):
-        where = f"theta{jax.tree_util.keystr(path)} is hg.PerStep of"
+        where = f"{name}{jax.tree_util.keystr(path)} is hg.PerStep of"
         if marked and not eqx.is_inexact_array(x):
             raise TypeError(f"{where} {describe(x)}; it must be of float arrays. Others are picked by a t in the batch.")
         if marked and x.shape[:1] != (steps,):
@@ -151,7 +151,7 @@ def check_signature(call: str, function: Any, otherwise: str) -> None:
     try:
         inspect.signature(function).bind(*[None] * count)
     except TypeError as e:
-        arguments = ("one argument", "two arguments", "three arguments")[count - 1]
+        arguments = ("one argument", "two arguments", "three arguments", "four arguments", "five arguments")[count - 1]
         raise TypeError(
             f"`{name}` must take {arguments}, {call}; {name_of(function)} has the signature "
             f"{inspect.signature(function)}. {otherwise}"
@@ -268,7 +268,7 @@ def check_evidence(returned: Any, statistics: Any) -> Any:
     """The loss among `returned`, what it returns as `jax.eval_shape` knows it; beside it there is evidence."""
     pair = "With `statistics` given, `loss` must return two things, the loss and the evidence for them"
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-        what = _shaped(returned) if isinstance(returned, jax.ShapeDtypeStruct) else f"a {type(returned).__name__}"
+        what = shaped(returned) if isinstance(returned, jax.ShapeDtypeStruct) else f"a {type(returned).__name__}"
         raise TypeError(f"{pair}: `return value, evidence`; got {what}.")
     value, evidence = returned
     expected: Any = jax.tree.structure(statistics)
@@ -278,13 +278,13 @@ def check_evidence(returned: Any, statistics: Any) -> Any:
         if e.shape != s.shape or not jnp.issubdtype(e.dtype, jnp.floating):
             where = jax.tree_util.keystr(path)
             raise ValueError(
-                f"evidence{where} is {_shaped(e)}, and statistics{where} is {_shaped(s)}. What a statistic follows is a "
+                f"evidence{where} is {shaped(e)}, and statistics{where} is {shaped(s)}. What a statistic follows is a "
                 "float array of its own shape: take the mean over the batch."
             )
     return value
 
 
-def _shaped(x: Any) -> str:
+def shaped(x: Any) -> str:
     return f"{x.dtype.name}{list(x.shape)}"
 
 

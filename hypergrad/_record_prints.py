@@ -17,7 +17,8 @@ import numpy as np
 
 from hypergrad._settings import own_settings
 from hypergrad.run.forward import steps_of, train_step
-from hypergrad.run.spec import Inputs, Run, schedules, split
+from hypergrad.run.per_step import split
+from hypergrad.run.spec import Inputs, Run, schedules
 from hypergrad.run.status import nothing_kept
 from hypergrad.run.step import initial_state
 

@@ -38,6 +38,8 @@ class Traced(NamedTuple):
     frozen: Frozen
     names: tuple[str, ...]  # of the leaves of `frozen`, for errors
     returned: Any  # by the loss: `ShapeDtypeStruct`s
+    given: Callable[..., tuple[Any, Any]]  # (float leaves of theta, its other arrays, leaves of a batch) -> (theta, batch)
+    like: tuple[list[Any], list[Any], list[Any]]  # what it is given, at a step
 
 
 def trace(
@@ -48,9 +50,10 @@ def trace(
     signals: Mapping[str, Signal] = {},
     pair: bool = False,
     steps: int = 1,
+    whole: bool = False,
 ) -> Traced:
     """Call each function once, under the caller's settings, and see what it computes. pair: whether the loss returns batch
-    statistics, too. steps: of the run, and of each `PerStep` in theta."""
+    statistics, too. steps: of the run, and of each `PerStep` in theta. whole: whether a step must see all of theta."""
     leaves, tree = jax.tree.flatten(params)
     theta, per_step = door.theta_by_steps(theta, steps)
     (theta_floats, theta_others), whole_theta = _split(theta, eqx.is_inexact_array)
@@ -68,9 +71,11 @@ def trace(
     door.check_pure(batches, (batch, of_batch), lambda: programs.trace(arrays_of_batch, batch_leaves, step))
     structure, others = rest[0]
 
-    def as_given(w: list[Array], floats: list[Array], arrays: list[Any], batch: list[Any]) -> tuple[Any, Any, Any]:
-        whole_batch = eqx.combine(jax.tree.unflatten(structure, batch), others)
-        return jax.tree.unflatten(tree, w), whole_theta(floats, arrays), whole_batch
+    def given(floats: list[Array], arrays: list[Any], batch: list[Any]) -> tuple[Any, Any]:
+        return whole_theta(floats, arrays), eqx.combine(jax.tree.unflatten(structure, batch), others)
+
+    def as_given(w: list[Array], *lists: list[Any]) -> tuple[Any, Any, Any]:
+        return jax.tree.unflatten(tree, w), *given(*lists)
 
     def value(*lists: list[Any]) -> Any:
         arguments = as_given(*lists)
@@ -95,13 +100,13 @@ def trace(
         of_signals, held_by_signals = _signals(more, (*arguments, _KEY), tuple(signals), of_loss, captured)
     sizes = len(leaves), len(theta_floats), len(theta_others), len(jax.tree.leaves(batch.out))
     # A signal takes what the loss takes; a step's own leaf is small.
-    found = reads_of(program, sizes, [own or bool(signals) for own in per_step], captured)
+    found = reads_of(program, sizes, [own or bool(signals) or whole for own in per_step], captured)
     functions = Functions(
         batch,
         Program(one_by_one(found.loss.jaxpr), program.key, program.out),
         captured,
         StepTheta((*per_step, *[False] * sum(captured)), found.reads, found.indices),
-        _rules(loss, program, of_loss, arguments),
+        rules_of(loss, program, of_loss, arguments),
         symmetric=_symmetric(program.jaxpr),
         narrow=_narrow(program.jaxpr),
         collective=_collective(program) or _collective(batch),
@@ -111,7 +116,7 @@ def trace(
     floats = [*theta_floats, *(x for x, traced in zip(of_loss, captured, strict=True) if traced)]
     untraced = [x for x, traced in zip(of_loss, captured, strict=True) if not traced]
     kept = [[programs.owned(x) for x in xs] for xs in (untraced, held_by_signals, of_batch)]
-    frozen = Frozen(theta_others, kept[0], kept[1], kept[2], batch_leaves)
+    frozen = Frozen(theta_others, kept[0], kept[1], [], kept[2], batch_leaves)
     names = (
         *_paths("theta", theta, lambda x: eqx.is_array(x) and not eqx.is_inexact_array(x)),
         *("what the loss closes over" for _ in untraced),
@@ -119,7 +124,7 @@ def trace(
         *(f"{name_in(batches, x)} of `{name_of(batches)}`" for x in of_batch),
         *_paths("batches", batches, eqx.is_array),
     )
-    return Traced(functions, floats, frozen, names, program.out)
+    return Traced(functions, floats, frozen, names, program.out, given, arguments[1:])
 
 
 _KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -204,7 +209,7 @@ def _foreign(function: Any) -> bool:
     return not str(getattr(function, "__module__", "")).startswith("hypergrad.")
 
 
-def _rules(loss: Any, program: Program, constants: list[Any], arguments: Any) -> Hashable:
+def rules_of(loss: Any, program: Program, constants: list[Any], arguments: Any) -> Hashable:
     """What the derivative rules that the loss brings along compute, to the second order; None where it has none.
 
     They are no part of the loss as a program. A rule is a Python function like the loss: it may read something else today,

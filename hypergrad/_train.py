@@ -13,6 +13,7 @@ from jax import Array
 from hypergrad import _door as door
 from hypergrad import _programs as programs
 from hypergrad._meshes import reject_explicit
+from hypergrad._metrics import CALL, measured
 from hypergrad._program_keys import contains
 from hypergrad._report import mask, surface
 from hypergrad._trace import trace, with_foreign
@@ -29,7 +30,8 @@ from hypergrad.optimizers.partition import Layer
 from hypergrad.optimizers.statistics import Statistics
 from hypergrad.optimizers.weights import weights_after
 from hypergrad.run.functions import Functions
-from hypergrad.run.spec import Inputs, Labels, Run, one_step
+from hypergrad.run.per_step import one_step
+from hypergrad.run.spec import Inputs, Labels, Run
 from hypergrad.run.status import Outcome
 
 
@@ -42,6 +44,7 @@ class Trained(eqx.Module):
     status: Status
     buffer_words: Array  # int32: 32-bit words per parameter that the information buffer needs
     statistics: Any = None  # like `statistics.values`: what they came to
+    metrics: Any = None  # as `metric` returns them, each float [steps]
 
 
 def train(
@@ -54,6 +57,7 @@ def train(
     steps: int | None = None,
     state: dict[str, Any] | None = None,
     statistics: Any = None,
+    metric: Callable[..., Any] | None = None,
     adjoint: Adjoint = Reversible(),  # noqa: B008 (frozen)
     throw: bool = True,
 ) -> Trained:
@@ -64,16 +68,17 @@ def train(
     `hg.stacked`, `hg.full_batch` make them, or `hg.host_batches`. theta: pytree handed to the loss; its float leaves are
     differentiated. steps: int, may be left out where `batches` knows it. state: as in `Trained.state`, None for zeros.
     statistics: running means: `hg.Statistics(values, decay)`, or the initial values alone; the loss then returns (float
-    scalar, evidence), evidence being a pytree like the values. adjoint: how the derivative is computed; the forward numbers
-    are the same bit for bit. throw: raise a `HypergradError` when the run goes wrong (under jit and vmap: from the compiled
-    code); otherwise look at `Trained.status`.
+    scalar, evidence), evidence being a pytree like the values. metric: a pure function (params, theta, batch, state,
+    hypers) -> pytree of float scalars, measured at each step before its update, `Trained.metrics`; state: accumulators,
+    {link: like params}; hypers: the optimizer, with the step's own of what is `PerStep`. adjoint: how the derivative is
+    computed; the forward numbers are the same bit for bit. throw: raise a `HypergradError` when the run goes wrong (under
+    jit and vmap: from the compiled code); otherwise look at `Trained.status`.
 
     Called outside of jax.jit, it traces the loss each time and compiles once per program: a new lambda with the same
-    operations and shapes finds the old one, and a loss that reads something else by now is another.
-    Composes with jax.grad (params, optimizer, theta, state, statistics in; params, losses, state, statistics out), jax.jit
-    and jax.vmap.
+    operations and shapes finds the old one, and a loss that reads something else by now is another. Composes with jax.grad
+    (params, optimizer, theta, state, statistics in; params, losses, metrics, state, statistics out), jax.jit and jax.vmap.
     """
-    run, inputs, about = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, throw, statistics)
+    run, inputs, about = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, throw, statistics, metric)
     outcome = adjoint.run(run, inputs)
     ok = surface(outcome.status, throw)
     return put_together(run, about, outcome, run.steps, state, ok)
@@ -82,12 +87,15 @@ def train(
 def put_together(run: Run, about: "About", outcome: Outcome, steps: int, state: dict[str, Any] | None, ok: Array) -> Trained:
     """What a run came to after so many steps, as its caller knows it. state: that it began with; ok: else all is NaN."""
     weights = weights_after(about.layers, state, steps)
-    values, losses, weights = mask(ok, (outcome.values, outcome.losses, weights))
+    values, losses, metrics, weights = mask(ok, (outcome.values, outcome.losses, outcome.metrics, weights))
     final = final_state(run.of_parameters, values, about.tree)
     means = None
     if about.statistics_tree is not None:
         means = jax.tree.unflatten(about.statistics_tree, [values[j][STATISTICS] for j in run.statistics])
-    return Trained(final.pop(PARAMS), losses, {**final, **weights}, outcome.status, outcome.status.words, means)
+    found = None
+    if run.functions.metrics is not None and outcome.metrics:
+        found = jax.tree.unflatten(jax.tree.structure(run.functions.metrics.program.out), metrics)
+    return Trained(final.pop(PARAMS), losses, {**final, **weights}, outcome.status, outcome.status.words, means, found)
 
 
 class About(NamedTuple):
@@ -109,6 +117,7 @@ def set_up(
     adjoint: Any,
     throw: bool,
     statistics: Any = None,
+    metric: Any = None,
 ) -> tuple[Run, Inputs, About]:
     """Check every argument and take the run apart into what is fixed and what flows."""
     door.check_kinds(loss, optimizer, batches, adjoint)
@@ -123,7 +132,9 @@ def set_up(
     source = batches if isinstance(batches, HostBatches) else None
     if source is not None:
         batches = full_batch(source.first)  # its place, where the driver puts the others
-    traced = trace(loss, params, theta, batches, optimizer.signals, pair=means is not None, steps=steps)
+    traced = trace(
+        loss, params, theta, batches, optimizer.signals, pair=means is not None, steps=steps, whole=metric is not None
+    )
     value = traced.returned if means is None else door.check_evidence(traced.returned, means.values)
     door.check_loss_value(value, theta, steps)
     out = lay_out(optimizer, params, steps, state, adjoint.fraction_bits, unbounded=adjoint.buffer == "gmpy2")
@@ -134,6 +145,10 @@ def set_up(
     of_one_step = jax.eval_shape(lambda h: one_step(h, steps), h)
     seen = _statistics_like(statistics_tree, values)
     blocks = decided(out.blocks, of_one_step, values, seen)
+    if metric is not None:
+        door.check_signature(CALL, metric, "hypers is the optimizer, as it is at that step.")
+        of_parameters = tuple(block for block in blocks if block.of_parameters)
+        traced = measured(traced, metric, optimizer, steps, of_parameters, values, jax.tree.structure(params))
     linear = optimizer.linear and not optimizer.signals and not statistics_in(blocks)
     run = Run(
         traced.functions,

@@ -16,6 +16,7 @@ from experiments import (
     gradient_links,
     language_model,
     learning_rate_schedules,
+    long_horizon,
     memory,
     optimizer_race,
     quickstart,
@@ -82,6 +83,7 @@ def test_adam_beside_optax_in_short():
         language_model,
         optimizer_race,
         unlearning,
+        long_horizon,
     ],
     ids=lambda m: m.__name__[12:],
 )

@@ -12,7 +12,7 @@ from hypergrad._isolation import only_products
 from hypergrad.optimizers import Link, Optimizer
 from hypergrad.optimizers.block import decided
 from hypergrad.optimizers.lay_out import lay_out
-from hypergrad.run.spec import one_step
+from hypergrad.run.per_step import one_step
 
 
 def program(function: Callable[..., Any]) -> Any:

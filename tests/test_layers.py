@@ -172,7 +172,7 @@ def names_of(function) -> list[str]:
 
 def test_signatures_are_the_agreed_ones():
     assert names_of(hg.train) == [
-        "loss", "params", "optimizer", "batches", "theta", "steps", "state", "statistics", "adjoint", "throw",
+        "loss", "params", "optimizer", "batches", "theta", "steps", "state", "statistics", "metric", "adjoint", "throw",
     ]  # fmt: skip
     for function in (hg.hypergradient, hg.diagnose, hg.check_gradient, hg.check_smoothness):
         assert names_of(function)[:4] == ["train_fn", "val_fn", "hypers", "key"]
@@ -193,7 +193,8 @@ def test_signatures_are_the_agreed_ones():
 
 
 def test_fields_are_the_agreed_ones():
-    assert set(hg.Trained.__dataclass_fields__) == {"params", "losses", "state", "status", "buffer_words", "statistics"}
+    fields = {"params", "losses", "state", "status", "buffer_words", "statistics", "metrics"}
+    assert set(hg.Trained.__dataclass_fields__) == fields
     assert hg.Result._fields == ("hypers", "best", "history")
     assert hg.MetaStep._fields == (
         "step", "value", "gradient_norm", "seconds", "status", "bits_per_parameter_step", "hypers",

@@ -27,21 +27,24 @@ from hypergrad.adjoints.second_order import (
     chosen,
     first_order,
     products,
+    pulled_metrics,
     pulled_signals,
     pulled_statistics,
 )
-from hypergrad.adjoints.undo import add_parameters, delayed_links, undo_others, undo_parameters, undo_statistics
+from hypergrad.adjoints.undo import add_parameters, add_values, delayed_links, undo_others, undo_parameters, undo_statistics
 from hypergrad.exact import all_of
 from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import GRADIENT, PARAMS, Link
 from hypergrad.optimizers.expand import Hypers
 from hypergrad.run.fingerprints import print_of, state_prints
 from hypergrad.run.forward import Seen, theta_of_step
+from hypergrad.run.per_step import join_steps, split
 from hypergrad.run.reads import StepTheta
-from hypergrad.run.spec import Inputs, Run, by_link, join_steps, split
+from hypergrad.run.spec import Inputs, Run, by_link
 from hypergrad.run.step import (
     Entries,
     State,
+    final_values,
     parameters,
     transformed,
     wide_parameters,
@@ -58,6 +61,13 @@ class Reversed(NamedTuple):
     doubted: Array | None = None  # `doubt`, and whether it arose
 
 
+class Pushed(NamedTuple):
+    """Cotangents of what a step gives, or of all steps with a leading axis."""
+
+    loss: Array | None = None  # None: nobody differentiates it
+    metrics: Any = ()  # (): likewise
+
+
 class Given(NamedTuple):
     """What one step of the reverse pass is given beside the state and its cotangents."""
 
@@ -65,7 +75,7 @@ class Given(NamedTuple):
     entries: Entries
     theta: tuple[list[Array], list[Array]]  # what is the same at all steps, and the step's own
     frozen: Any
-    dloss: Array | None
+    pushed: Pushed
     unit: Array  # the largest cotangent that comes in
 
 
@@ -83,7 +93,7 @@ class Undone(NamedTuple):
 
 def step_vjp(run: Run, pass_: "Pass", t: Array, state: State, ct: Cotangents, given: Given, doubt: Array | None) -> Undone:
     """One step back, and the cotangents through it: the step alone, without a loop."""
-    h, entries, whole, frozen, dloss, unit = given
+    h, entries, whole, frozen, (dloss, dmetrics), unit = given
     state, ct = undo_parameters(run, t, state, ct, h, entries)
     w, wide_w = parameters(run, t, state), wide_parameters(run, state)
     batch = run.batch(frozen, t, apart=run.isolate or doubt is not None)
@@ -124,6 +134,10 @@ def step_vjp(run: Run, pass_: "Pass", t: Array, state: State, ct: Cotangents, gi
     dseen = [jnp.zeros(x.shape, accumulator(x)) for x in chosen(pass_.seen, theta)]
     for part in parts:
         ct, dseen = ct._replace(z=add_parameters(run, ct.z, part.w)), plus(dseen, part.theta)
+    if dmetrics:
+        values = final_values(run, state)[: len(run.parameters)]
+        dvalues, dtheta = pulled_metrics(run, t, pass_.seen, dmetrics, values, theta, frozen, batch)
+        ct, dseen = ct._replace(z=add_values(run, ct.z, dvalues)), plus(dseen, dtheta)
     totals, dtheta = run.functions.theta.added(pass_.wanted, ct.theta, dseen, indices)
     ct = ct._replace(theta=totals)
     pending = [decays(block, pass_.delayed[j], h[j]) for j, block in enumerate(run.blocks)]
@@ -145,19 +159,19 @@ class Pass(NamedTuple):
 def undo(run: Run, wanted: tuple[bool, ...], consts: Any, carry: Any, xs: Any) -> tuple[Any, Any]:
     """`step_vjp` at the steps of xs, the last first; also what is found of each step.
 
-    xs: as `steps_of` gives them, with the cotangents of losses as others. What is carried, and the rest: as `begin` says.
+    xs: as `steps_of` gives them, with what is `Pushed` as others. What is carried, and the rest: as `begin` says.
     Call it inside `jax.enable_x64(True)`.
     """
     seen = run.functions.theta.flags(wanted)
-    delayed = list(map(delayed_links, run.blocks))
+    delayed = [delayed_links(run, block) for block in run.blocks]
     pass_ = Pass(wanted, seen, first_order(run, seen), run.maybe_jit(run.gradient), delayed, run.steps - 1)
 
     def body(consts: Any, carry: Any, x: Any) -> tuple[Any, Any]:
         state, (dz, pending, dconstant, dtheta), doubt = carry
-        (constant, theta, unit, frozen), (t, ((stepped, theta_stepped), dloss), entries) = consts, x
+        (constant, theta, unit, frozen), (t, ((stepped, theta_stepped), pushed), entries) = consts, x
         h = join_steps(constant, stepped)
         ct = Cotangents(list(map(decayed, dz, pending)), jax.tree.map(jnp.zeros_like, h), dtheta)
-        given = Given(h, by_link(run, entries), (theta, theta_stepped), frozen, dloss, unit)
+        given = Given(h, by_link(run, entries), (theta, theta_stepped), frozen, pushed, unit)
         done = step_vjp(run, pass_, t, state, ct, given, doubt)
         dstepped = [{k: dh[k] for k in hj} for dh, hj in zip(done.ct.h, stepped, strict=True)]
         dconstant = [{k: dh[k] + old[k] for k in old} for dh, old in zip(done.ct.h, dconstant, strict=True)]
@@ -167,9 +181,7 @@ def undo(run: Run, wanted: tuple[bool, ...], consts: Any, carry: Any, xs: Any) -
     return run.loop(body, consts, carry, xs, True, fixed=wanted)
 
 
-def begin(
-    run: Run, inputs: Inputs, end: State, ct: Cotangents, dlosses: Array | None, doubt: Array | None
-) -> tuple[Any, Any]:
+def begin(run: Run, inputs: Inputs, end: State, ct: Cotangents, pushed: Pushed, doubt: Array | None) -> tuple[Any, Any]:
     """(what stays the same on the whole way back, what is carried), from the state after the last step.
 
     ct: of what comes out. doubt, bool []: whether to compute each gradient apart from its derivative all the same; False:
@@ -178,9 +190,9 @@ def begin(
     constant, stepped = run.outside_loop(split, inputs.h)
     theta, _ = run.functions.theta.parted(inputs.theta)
     ones = jax.tree.map(jnp.ones_like, (constant, jax.tree.map(lambda x: x[0], stepped)))
-    pending = [decays(b, delayed_links(b), hj) for b, hj in zip(run.blocks, join_steps(*ones), strict=True)]
+    pending = [decays(b, delayed_links(run, b), hj) for b, hj in zip(run.blocks, join_steps(*ones), strict=True)]
     carry = (end, (ct.z, pending, jax.tree.map(jnp.zeros_like, constant), ct.theta), doubt)
-    return (constant, theta, _largest((ct.z, dlosses)), inputs.frozen), carry
+    return (constant, theta, _largest((ct.z, pushed)), inputs.frozen), carry
 
 
 def finish(run: Run, wanted: tuple[bool, ...], inputs: Inputs, ct: Cotangents, carry: Any, found: Any) -> Reversed:

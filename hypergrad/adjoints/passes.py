@@ -13,7 +13,7 @@ from jax import Array
 from hypergrad import _programs as programs
 from hypergrad._settings import own_settings
 from hypergrad.adjoints import retry
-from hypergrad.adjoints.backward import Reversed, begin, finish
+from hypergrad.adjoints.backward import Pushed, Reversed, begin, finish
 from hypergrad.adjoints.link import Cotangents
 from hypergrad.adjoints.second_order import accumulator, chosen, merged
 from hypergrad.adjoints.segments import Way, joined, replay, undo_segments
@@ -97,7 +97,7 @@ def _forward_pass(run: Run, capacity: Capacity | None, inputs: Inputs) -> tuple[
         kept, middle, end, seen, sizes = _in_segments(run, capacity, inputs, state, [schedule.entries for schedule in plan])
     arguments = inputs.values, inputs.h, plan, _integers(end), seen.losses, sizes
     outcome = run.outside_loop(_outcome, *arguments, static=(capacity,))
-    return outcome, Ends(end, middle, kept, words, plan), seen.batches
+    return outcome._replace(metrics=seen.metrics), Ends(end, middle, kept, words, plan), seen.batches
 
 
 def _in_segments(
@@ -154,12 +154,12 @@ def run_backward(run: Run, wanted: Wanted, *arguments: Any, again: Capacity | No
 
 def _backward_traced(run: Run, static: tuple[Wanted, Capacity | None], *arguments: Any) -> Back:
     """What was trained from Python is trained again: inside of a program, a gradient has other bits than alone."""
-    (wanted, again), (inputs, end, seen, dvalues, dlosses) = static, arguments
+    (wanted, again), (inputs, end, seen, dvalues, pushed) = static, arguments
     trained = jnp.bool_(True)
     if again is not None:
         outcome, end, _ = _forward_pass(run, again, inputs)
         seen, trained = seen._replace(losses=outcome.losses), outcome.status.ok
-    attempt = lambda run, doubt: _backward_pass(run, wanted, inputs, end, seen, dvalues, dlosses, doubt)  # noqa: E731
+    attempt = lambda run, doubt: _backward_pass(run, wanted, inputs, end, seen, dvalues, pushed, doubt)  # noqa: E731
     back = retry.traced(run, attempt)
     return back._replace(found=back.found & trained)
 
@@ -171,15 +171,15 @@ def _backward_pass(
     ends: Ends,
     seen: Seen,
     dvalues: list[Floats],
-    dlosses: Any,
+    pushed: Pushed,
     doubt: Array | None = None,
 ) -> Back:
     """doubt: as `begin` has it."""
     summed = tuple(w and not s for w, s in zip(wanted.theta, run.functions.theta.stepped, strict=True))
     zero = run.outside_loop(_begin_back, inputs, dvalues, static=(wanted, summed))
-    consts, carry = begin(run, inputs, ends.last, zero, dlosses, doubt)
+    consts, carry = begin(run, inputs, ends.last, zero, pushed, doubt)
     entries = [schedule.entries for schedule in ends.plan]
-    way = Way(run, wanted.theta, inputs, entries, dlosses, consts, capacity_of(run, ends.last))
+    way = Way(run, wanted.theta, inputs, entries, pushed, consts, capacity_of(run, ends.last))
     met = None
     if isinstance(ends.words, Stacks):
         carry, of_steps = undo_stacked(way, ends.words, carry)
@@ -212,7 +212,9 @@ def with_all_derivatives(run: Run, inputs: Inputs, end: State, plan: Plan, seen:
     """The reverse pass from a known end, as if all that comes out had the cotangent 1 and all that goes in were wanted."""
     ones = jax.tree.map(jnp.ones_like, final_values(run, end))
     wanted = Wanted((True,) * len(inputs.theta), bool(run.statistics))
-    return run_backward(run, wanted, inputs, Ends(end, None, None, None, plan), seen, ones, jnp.ones_like(seen.losses))
+    return run_backward(
+        run, wanted, inputs, Ends(end, None, None, None, plan), seen, ones, Pushed(jnp.ones_like(seen.losses))
+    )
 
 
 def _begin_back(run: Run, wanted: Wanted, summed: tuple[bool, ...], inputs: Inputs, dvalues: list[Floats]) -> Cotangents:

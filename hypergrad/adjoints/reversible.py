@@ -13,6 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from hypergrad._report import logarithms, mask, probing, surface, trace, watched
 from hypergrad._settings import own_settings
+from hypergrad.adjoints.backward import Pushed
 from hypergrad.adjoints.base import Adjoint, Cost
 from hypergrad.adjoints.budget import bytes_of, cut
 from hypergrad.adjoints.capacity import capacities
@@ -172,11 +173,12 @@ def _run_fwd(run: Run, room: Room, *inputs: Any) -> tuple[Outcome, Residuals]:
 def _run_bwd(run: Run, room: Room, residuals: Residuals, ct: Outcome) -> tuple[Any, ...]:
     inputs = residuals.inputs
     dvalues = jax.tree.map(_dense, ct.values, is_leaf=_is_zero)
-    dlosses = None if _is_zero(ct.losses) else ct.losses
+    dmetrics = () if all(map(_is_zero, ct.metrics)) else list(map(_dense, ct.metrics))
+    pushed = Pushed(None if _is_zero(ct.losses) else ct.losses, dmetrics)
     followed = not all(_is_zero(x) for j in run.statistics for x in ct.values[j].values())
     run = dataclasses.replace(run, first=residuals.known.first, segments=residuals.known.segments)
     known, wanted = residuals.known, Wanted(residuals.known.theta, followed)
-    back = run_backward(run, wanted, inputs, residuals.ends, residuals.seen, dvalues, dlosses, again=known.again)
+    back = run_backward(run, wanted, inputs, residuals.ends, residuals.seen, dvalues, pushed, again=known.again)
     status = _certificate(run, residuals.status, back, _faint([dvalues[j][PARAMS] for j in run.parameters]))
     if run.watch == "norms":
         trace(status, residuals.seen.losses, **back.watched)

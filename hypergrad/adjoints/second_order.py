@@ -22,6 +22,7 @@ from jax import Array
 from hypergrad._isolation import barrier, isolated
 from hypergrad._settings import own_settings
 from hypergrad.errors import HypergradError
+from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import GRADIENT
 from hypergrad.run.functions import Frozen
 from hypergrad.run.spec import Run
@@ -192,6 +193,28 @@ def pulled_signals(
 
     push = [own[name] for name in names for own in dsignals]
     return _pulled(run, t, wanted, values, push, w, theta, *rest)
+
+
+def pulled_metrics(
+    run: Run,
+    t: Array,
+    wanted: tuple[bool, ...],
+    push: list[Array],
+    values: list[Floats],
+    theta: list[Array],
+    frozen: Frozen,
+    batch: list[Any],
+) -> tuple[list[Floats], list[Array]]:
+    """The cotangents of the values of the blocks of the parameters, and of theta, from those of what is measured."""
+
+    def pulled(push: list[Array], values: list[Floats], theta: list[Array], frozen: Frozen, batch: list[Any]) -> Any:
+        def measured(values: list[Floats], these: list[Array]) -> list[Array]:
+            return run.metrics(t, values, merged(wanted, these, theta), frozen, batch, apart=False)
+
+        dvalues, dtheta = jax.vjp(measured, values, chosen(wanted, theta))[1](push)
+        return dvalues, [x.astype(accumulator(x)) for x in dtheta]
+
+    return isolated(t, pulled, push, values, theta, frozen, batch)
 
 
 def _pulled(

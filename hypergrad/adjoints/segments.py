@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.adjoints.backward import undo
+from hypergrad.adjoints.backward import Pushed, undo
 from hypergrad.run.forward import Seen, Span, forward, steps_of
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Capacity
@@ -24,12 +24,12 @@ class Way(NamedTuple):
     wanted: tuple[bool, ...]
     inputs: Inputs
     entries: list[Any]  # of all steps, for each schedule
-    dlosses: Array | None
+    pushed: Pushed
     consts: Any  # as `begin` gives them
     capacity: Capacity
 
     def undo(self, carry: Any, span: Span | None = None) -> tuple[Any, Any]:
-        xs = steps_of(self.run, self.inputs, self.entries, span, self.dlosses)
+        xs = steps_of(self.run, self.inputs, self.entries, span, self.pushed)
         return undo(self.run, self.wanted, self.consts, carry, xs)
 
 

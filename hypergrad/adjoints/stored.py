@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.adjoints.backward import undo
+from hypergrad.adjoints.backward import Pushed, undo
 from hypergrad.adjoints.segments import Way, joined, step_by_step
 from hypergrad.exact import WORD_BITS
 from hypergrad.run.forward import Seen, Span, forward, steps_of
@@ -50,7 +50,7 @@ def undo_stored(way: Way, words: Words, carry: Any) -> tuple[Any, Any]:
     """The way back over all of them: what is carried, and what is found of each step."""
     run, of_steps = way.run, []
     for first, length in reversed(list(zip(*spans(run), strict=True))):
-        arguments = way.inputs, way.entries, way.dlosses, way.consts, carry, words.take(first), jnp.int32(first)
+        arguments = way.inputs, way.entries, way.pushed, way.consts, carry, words.take(first), jnp.int32(first)
         carry, found = run.segment(_undo_segment, *arguments, static=(way.wanted, length))
         of_steps.append(found)
     return carry, jax.tree.map(lambda *x: jnp.concatenate(x), *reversed(of_steps))
@@ -88,7 +88,7 @@ def undo_stacked(way: Way, words: Stacks, carry: Any) -> tuple[Any, Any]:
     """`undo_stored`, inside of a program."""
     run = way.run
     count, rest = divmod(run.steps, run.longest)
-    given = way.inputs, way.entries, way.dlosses, way.consts
+    given = way.inputs, way.entries, way.pushed, way.consts
     if rest:
         first = jnp.int32(count * run.longest)
         carry, late = _undo_segment(run, way.wanted, rest, *given, carry, words.rest, first)
@@ -116,7 +116,7 @@ def _undo_segment(
     length: int,
     inputs: Inputs,
     entries: list[Any],
-    dlosses: Array | None,
+    pushed: Pushed,
     consts: Any,
     carry: Any,
     words: list[Any],
@@ -124,7 +124,7 @@ def _undo_segment(
 ) -> tuple[Any, Any]:
     """The inverse of `_train_segment`, with the cotangents."""
     state, *rest = carry
-    xs = steps_of(run, inputs, entries, Span(first, length), dlosses)
+    xs = steps_of(run, inputs, entries, Span(first, length), pushed)
     (state, *rest), found = undo(run, wanted, consts, (refilled(run, state, words), *rest), xs)
     return (without_words(run, state), *rest), found
 

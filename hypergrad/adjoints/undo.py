@@ -79,11 +79,18 @@ def add_parameters(run: Run, dz: list[Floats], dw: list[Array]) -> list[Floats]:
     return dz
 
 
-def delayed_links(block: Block) -> list[Link]:
+def add_values(run: Run, dz: list[Floats], dvalues: list[Floats]) -> list[Floats]:
+    """Of all links of the parameters."""
+    for j, own in zip(run.parameters, dvalues, strict=True):
+        dz = replaced(dz, j, {name: dz[j][name] + x.astype(dz[j][name].dtype) for name, x in own.items()})
+    return dz
+
+
+def delayed_links(run: Run, block: Block) -> list[Link]:
     """Links whose cotangents decay one step later, so that they are stored as the cotangent of the gradient reads them:
     XLA:CPU would compute them once more for it. But not where a link before reads the old value: what it passes back does
-    not decay."""
-    if not block.of_parameters:
+    not decay. Nor where something is measured of a step: its cotangents join those of the values before it."""
+    if not block.of_parameters or run.functions.metrics is not None:
         return []
     *others, _ = block.chain
     before = {k.name for i, _ in enumerate(others) for k in others[i:] if k.name in block.reads[i]}

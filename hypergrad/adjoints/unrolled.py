@@ -23,7 +23,8 @@ from hypergrad.exact import substitute
 from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link
 from hypergrad.run.forward import theta_of_step
-from hypergrad.run.spec import Inputs, Run, by_link, join_steps, schedules, split_steps
+from hypergrad.run.per_step import join_steps, split_steps
+from hypergrad.run.spec import Inputs, Run, by_link, schedules
 from hypergrad.run.status import Outcome, assess, nothing_kept
 from hypergrad.run.step import (
     State,
@@ -118,24 +119,34 @@ def _training(run: Run, checkpoints: int | None, inputs: Inputs) -> Outcome:
             if run.transforms:
                 wide_w = [substitute(shadow[j][PARAMS], x) for j, x in enumerate(wide_parameters(run, state))]
                 g = _same_bits(t, run.transformed, [h[j] for j in run.parameters], wide_w, g)
+            metrics = []
+            if run.functions.metrics is not None:
+                measured = functools.partial(run.metrics, t, apart=False)
+                metrics = _same_bits(
+                    t, measured, _seen(run, state, shadow)[: len(run.parameters)], theta, inputs.frozen, batch
+                )
             signals, entries = run.signals(g, seen, more), by_link(run, entries)
             for j in (*run.statistics, *run.parameters):
                 for link in run.blocks[j].chain:
                     state, shadow = _both(run, j, link, t, state, shadow, h, entries, signals)
-            return (state, shadow), (value, sizes(t, _stopped(gradient)))
+            return (state, shadow), (value, sizes(t, _stopped(gradient)), metrics)
 
         first = [
             {k.name: substitute(values[k.name].astype(b.dtype), decoded(b, k, slots)) for k in b.chain}
             for b, values, slots in zip(run.blocks, inputs.values, state, strict=True)
         ]
         xs = (jnp.arange(run.steps, dtype=jnp.int32), (stepped, theta_stepped), [schedule.entries for schedule in plan])
-        (end, shadow), (losses, seen) = scan(body, (state, first), xs)
-        final = [
-            {name: substitute(own[name].astype(x.dtype), x) for name, x in values.items()}
-            for own, values in zip(shadow, final_values(run, end), strict=True)
-        ]
+        (end, shadow), (losses, seen, metrics) = scan(body, (state, first), xs)
         status = assess(run, inputs.values, inputs.h, plan, end, losses, capacity, seen)
-        return Outcome(final, losses, jax.lax.stop_gradient(status))
+        return Outcome(_seen(run, end, shadow), losses, jax.lax.stop_gradient(status), metrics)
+
+
+def _seen(run: Run, state: State, shadow: list[Floats]) -> list[Floats]:
+    """`final_values`, with the derivative of the shadow."""
+    return [
+        {name: substitute(own[name].astype(x.dtype), x) for name, x in values.items()}
+        for own, values in zip(shadow, final_values(run, state), strict=True)
+    ]
 
 
 def _both(

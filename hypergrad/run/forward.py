@@ -12,8 +12,9 @@ from jax import Array
 
 from hypergrad.run.fingerprints import print_of
 from hypergrad.run.functions import Frozen
-from hypergrad.run.spec import Inputs, Run, by_link, join_steps, split
-from hypergrad.run.step import State, parameters, step
+from hypergrad.run.per_step import join_steps, split
+from hypergrad.run.spec import Inputs, Run, by_link
+from hypergrad.run.step import State, final_values, parameters, step
 from hypergrad.run.underflow import sizes
 
 
@@ -22,6 +23,7 @@ class Seen(NamedTuple):
 
     losses: Array  # [steps]
     batches: Array | None  # their prints, uint64 [steps]; None where they are functions of t for certain
+    metrics: Any = ()  # on the way out: scalars, each [steps]
 
 
 class Span(NamedTuple):
@@ -69,8 +71,9 @@ def train_step(run: Run, gradient: Callable[..., Any], consts: Any, state: State
     theta = theta_of_step(run, t, theta, theta_stepped, frozen, batch)[0]
     value, g, statistics = run.isolated_gradient(gradient, t, w, theta, frozen, batch)
     signals = run.signals(g, statistics, run.more_signals(t, w, theta, frozen, batch))
+    metrics = run.metrics(t, final_values(run, state)[: len(run.parameters)], theta, frozen, batch)
     state = step(run, t, state, join_steps(constant, stepped), by_link(run, entries), signals)
-    return state, Seen(value, None if run.functions.sure else print_of(batch)), g
+    return state, Seen(value, None if run.functions.sure else print_of(batch), metrics), g
 
 
 def theta_of_step(

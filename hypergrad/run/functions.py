@@ -21,6 +21,7 @@ class Frozen(NamedTuple):
     theta: list[Any]  # theta's leaves that are not float
     loss: list[Any]  # what the loss closes over
     signals: list[Any]  # what the functions of an optimizer's signals close over
+    metrics: list[Any]  # what the metric closes over
     batch: list[Any]  # what the function of batches closes over
     batches: list[Any]  # its leaves: last, as a host driver takes them in anew at every step
 
@@ -38,6 +39,20 @@ class Signals:
 
 
 @dataclasses.dataclass(frozen=True)
+class Metrics:
+    """What is measured of each step, at the values before it."""
+
+    # ([{link: values} of each block of the parameters], theta and hyperparameters, theta's other leaves, batch) -> scalars
+    program: Program
+    captured: tuple[int | None, ...]  # as in `Signals`
+    hypers: int  # how many leaves at the end of theta are the optimizer's
+    rules: Hashable  # as in `Functions`
+
+    def bare(self) -> "Metrics":
+        return dataclasses.replace(self, program=self.program.bare())
+
+
+@dataclasses.dataclass(frozen=True)
 class Functions:
     """What a step asks of the user."""
 
@@ -51,6 +66,7 @@ class Functions:
     sure: bool  # whether batches are functions of t for certain: no Python runs in them
     collective: bool  # whether they speak of an axis that a `jax.vmap` around the run has named
     signals: Signals | None = None
+    metrics: Metrics | None = None
 
     def batch_at(self, frozen: Frozen, t: Array) -> list[Any]:
         return self.batch(frozen.batch, frozen.batches, t)
@@ -64,7 +80,7 @@ class Functions:
 
     def loss_at(self, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]) -> list[Array]:
         """[loss, *batch statistics]. theta: as `StepTheta.seen` gives it."""
-        given, captured = self._split(theta)
+        given, captured, _ = self._split(theta)
         return jax.tree.leaves(self.loss(self._constants(captured, frozen), w, given, frozen.theta, batch))
 
     def _constants(self, captured: list[Array], frozen: Frozen) -> list[Any]:
@@ -77,19 +93,32 @@ class Functions:
     ) -> dict[str, list[Array]]:
         """{name: [like w]}."""
         assert self.signals is not None
-        given, captured = self._split(theta)
-        others = iter(frozen.signals)
-        constants = [next(others) if place is None else captured[place] for place in self.signals.captured]
+        given, captured, _ = self._split(theta)
+        constants = _constants(self.signals.captured, captured, frozen.signals)
         return self.signals.program(constants, w, given, frozen.theta, batch, key)
 
-    def _split(self, theta: list[Array]) -> tuple[list[Array], list[Array]]:
-        """theta as it was given, and what the loss captured."""
-        given = len(theta) - sum(self.traced)
-        return theta[:given], theta[given:]
+    def metrics_at(self, values: list[Any], theta: list[Array], frozen: Frozen, batch: list[Any]) -> list[Array]:
+        """Scalars. values: of each block of the parameters, link by link."""
+        assert self.metrics is not None
+        given, captured, hypers = self._split(theta)
+        constants = _constants(self.metrics.captured, captured, frozen.metrics)
+        return jax.tree.leaves(self.metrics.program(constants, values, [*given, *hypers], frozen.theta, batch))
+
+    def _split(self, theta: list[Array]) -> tuple[list[Array], list[Array], list[Array]]:
+        """theta as it was given, what the loss captured, and the leaves of the optimizer that a metric reads."""
+        end = len(theta) - (self.metrics.hypers if self.metrics else 0)
+        given = end - sum(self.traced)
+        return theta[:given], theta[given:end], theta[end:]
 
     def bare(self) -> "Functions":
         """An equal one without the programs themselves, to be found by."""
         signals = None if self.signals is None else self.signals.bare()
-        return dataclasses.replace(
-            self, batch=self.batch.bare(), loss=self.loss.bare(), theta=self.theta.bare(), signals=signals
-        )
+        metrics = None if self.metrics is None else self.metrics.bare()
+        batch, loss, theta = self.batch.bare(), self.loss.bare(), self.theta.bare()
+        return dataclasses.replace(self, batch=batch, loss=loss, theta=theta, signals=signals, metrics=metrics)
+
+
+def _constants(places: tuple[int | None, ...], captured: list[Array], others: list[Any]) -> list[Any]:
+    """Of a program: those that are the loss's and among theta, and the others."""
+    rest = iter(others)
+    return [next(rest) if place is None else captured[place] for place in places]

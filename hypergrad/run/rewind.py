@@ -11,7 +11,8 @@ from jax import Array
 
 from hypergrad._isolation import kernel_by_kernel
 from hypergrad.run.forward import theta_of_step
-from hypergrad.run.spec import Inputs, Run, by_link, join_steps, split
+from hypergrad.run.per_step import join_steps, split
+from hypergrad.run.spec import Inputs, Run, by_link
 from hypergrad.run.step import Signals, State, unstep
 
 

@@ -216,6 +216,19 @@ class Run:
         found = isolated(t, compute, t, w, theta, frozen, batch)
         return {name: self.joined(t, leaves) for name, leaves in found.items()}
 
+    def metrics(
+        self, t: Array, values: list[Floats], theta: list[Array], frozen: Frozen, batch: list[Any], apart: bool = True
+    ) -> list[Array]:
+        """What is measured of a step, at the values of the blocks of the parameters before it."""
+        if self.functions.metrics is None:
+            return []
+
+        def compute(values: list[Floats], theta: list[Array], frozen: Frozen, batch: list[Any]) -> list[Array]:
+            with jax.enable_x64(self.x64):
+                return self.functions.metrics_at(values, theta, frozen, batch)
+
+        return isolated(t, compute, values, theta, frozen, batch) if apart else compute(values, theta, frozen, batch)
+
     def signals(self, g: list[Array], seen: list[Array], more: dict[str, list[Array]]) -> list[dict[str, Array]]:
         """Of each block, what its links see: {signal: array}."""
         of_parameters = [{GRADIENT: x, **{name: arrays[j] for name, arrays in more.items()}} for j, x in enumerate(g)]
@@ -277,29 +290,3 @@ def by_link(run: Run, shared: list[Any]) -> list[dict[str, Any]]:
         {link.name: shared[index] for link, index in zip(block.chain, row, strict=True) if index is not None}
         for block, row in zip(run.blocks, run.shared, strict=True)
     ]
-
-
-def split_steps(h: list[Hypers], steps: int) -> tuple[list[Hypers], list[Hypers]]:
-    """(constant, per step): the step axis dropped from the first, scanned over in the second; scalars squeezed."""
-    constant = [{k: _squeezed(x[0]) for k, x in own.items() if x.shape[0] != steps} for own in h]
-    stepped = [{k: jax.vmap(_squeezed)(x) for k, x in own.items() if x.shape[0] == steps} for own in h]
-    return constant, stepped
-
-
-def one_step(h: list[Hypers], steps: int) -> list[Hypers]:
-    """The hyperparameters of the first step."""
-    constant, stepped = split_steps(h, steps)
-    return join_steps(constant, jax.tree.map(lambda x: x[0], stepped))
-
-
-def split(run: Run, h: list[Hypers]) -> tuple[list[Hypers], list[Hypers]]:
-    """`split_steps`, for `Run.outside_loop`."""
-    return split_steps(h, run.steps)
-
-
-def join_steps(constant: list[Hypers], stepped: list[Hypers]) -> list[Hypers]:
-    return [{**c, **s} for c, s in zip(constant, stepped, strict=True)]
-
-
-def _squeezed(x: Array) -> Array:
-    return x.reshape(()) if x.size == 1 else x

@@ -26,11 +26,12 @@ Capacity = tuple[tuple[int | None, ...], ...]  # words of the buffer of each blo
 
 
 class Outcome(NamedTuple):
-    """What every adjoint returns: final floats of all links, losses [steps], and how it went."""
+    """What every adjoint returns: final floats of all links, losses [steps], how it went, and what was measured."""
 
     values: list[Floats]  # of each block
     losses: Array
     status: Status
+    metrics: Any = ()  # scalars of each step: [steps]
 
 
 def nothing_kept(run: Run) -> Capacity:

@@ -19,7 +19,8 @@ from hypergrad.exact import LOW_BITS, WORD_BITS
 from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import GRADIENT, PARAMS, Link
 from hypergrad.optimizers.expand import Hypers
-from hypergrad.run.spec import Run, join_steps, split_steps
+from hypergrad.run.per_step import join_steps, split_steps
+from hypergrad.run.spec import Run
 from hypergrad.run.step import State, readable, seen_outside
 
 

@@ -1,0 +1,100 @@
+"""What is measured at each step of training: from the user's function to the program of it.
+
+Invariant: the function is called here, when training is entered, and never again.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from hypergrad import _door as door
+from hypergrad import _programs as programs
+from hypergrad._closures import name_in, name_of
+from hypergrad._lapack import one_by_one
+from hypergrad._programs import Program
+from hypergrad._trace import Traced, rules_of
+from hypergrad.hypers import describe
+from hypergrad.optimizers.block import Block, Floats
+from hypergrad.optimizers.chain import PARAMS, Optimizer
+from hypergrad.optimizers.initial import final_state
+from hypergrad.run.functions import Metrics
+
+
+CALL = "metric(params, theta, batch, state, hypers)"
+
+
+def measured(
+    traced: Traced,
+    metric: Callable[..., Any],
+    optimizer: Optimizer,
+    steps: int,
+    blocks: tuple[Block, ...],
+    values: list[Floats],
+    tree: Any,
+) -> Traced:
+    """With the metric among the functions, and the float leaves of the optimizer, which it reads, at the end of theta.
+
+    blocks: of the parameters; values: of each block, initial ones; tree: of the parameters.
+    """
+    whole, stepped = door.theta_by_steps(optimizer, steps, "optimizer")
+    floats, others = eqx.partition(whole, eqx.is_inexact_array)
+    leaves, structure = jax.tree.flatten(floats)
+
+    def of_step(values: list[Floats], floats: list[Any], arrays: list[Any], batch: list[Any]) -> Any:
+        own = eqx.combine(jax.tree.unflatten(structure, floats[len(floats) - len(leaves) :]), others)
+        state = final_state(blocks, values, tree)
+        theta, batch = traced.given(floats[: len(floats) - len(leaves)], arrays, batch)
+        arguments = state.pop(PARAMS), theta, batch, state, own
+        with door.calling(CALL, *arguments):
+            return _checked(metric(*arguments))
+
+    like = [
+        {k.name: jax.ShapeDtypeStruct(x[k.name].shape, b.leaf_dtype if k.name == PARAMS else b.dtype) for k in b.chain}
+        for b, x in zip(blocks, values, strict=False)
+    ]
+    given, arrays, batch = traced.like
+    at_a_step = [jax.ShapeDtypeStruct(x.shape[1:] if s else x.shape, x.dtype) for x, s in zip(leaves, stepped, strict=True)]
+    arguments = like, [*given, *at_a_step], arrays, batch
+    program, held = programs.trace(of_step, *arguments)
+    captured = traced.theta[len(given) :]
+    places = tuple(next((i for i, y in enumerate(captured) if x is y), None) for x in held)
+    rest = [x for x, place in zip(held, places, strict=True) if place is None]
+    for x in rest:
+        if isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact):
+            raise ValueError(
+                f"`metric` ({name_of(metric)}) reads the traced value {name_in(metric, x)} from outside, whose derivative "
+                "would be lost. Make it a part of theta."
+            )
+    found = Metrics(
+        Program(one_by_one(program.jaxpr), program.key, program.out),
+        places,
+        len(leaves),
+        rules_of(metric, program, held, arguments),
+    )
+    functions = dataclasses.replace(
+        traced.functions,
+        metrics=found,
+        theta=dataclasses.replace(traced.functions.theta, stepped=(*traced.functions.theta.stepped, *stepped)),
+    )
+    frozen = traced.frozen._replace(metrics=[programs.owned(x) for x in rest])
+    before = len(traced.frozen.theta) + len(traced.frozen.loss) + len(traced.frozen.signals)
+    names = *traced.names[:before], *("what the metric closes over" for _ in rest), *traced.names[before:]
+    return traced._replace(functions=functions, theta=[*traced.theta, *leaves], frozen=frozen, names=names)
+
+
+def _checked(given: Any) -> Any:
+    """What a metric gave: a pytree of float scalars."""
+    leaves = jax.tree_util.tree_leaves_with_path(given)
+    if not leaves:
+        raise TypeError(f"`metric` must return a float scalar, or a pytree of them; got {describe(given)}.")
+    for path, x in leaves:
+        if jnp.shape(x) != () or not eqx.is_array_like(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            got = door.shaped(jnp.asarray(x)) if eqx.is_array_like(x) else describe(x)
+            raise TypeError(
+                f"`metric` must return float scalars, one for each step; got {got} in result{jax.tree_util.keystr(path)}."
+            )
+    return jax.tree.map(jnp.asarray, given)
