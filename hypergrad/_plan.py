@@ -132,7 +132,7 @@ def _wanted(begun: Callable[[Any], tuple[Run, Inputs]], learned: Any) -> Wanted:
 def _chosen(found: list[Road], budget: int | None, steps: int, free: bool) -> tuple[Adjoint | None, str]:
     """(which to take, why): as `Auto` would, and digits on the host where only they fit."""
     order = [road.adjoint for road in found]
-    if free:  # host memory is not for programs that jax.jit compiles: only where nothing else fits
+    if free:  # host memory only where nothing else fits: on a CPU it is the same memory
         order = [a for a in order if a.buffer == "device"] + [a for a in order if a.buffer != "device"]
     by_adjoint = {road.adjoint: road for road in found}
     device = {a: road.device for a, road in by_adjoint.items()}

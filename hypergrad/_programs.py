@@ -9,7 +9,7 @@ import contextvars
 import functools
 import pathlib
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -71,7 +71,15 @@ def trace(function: Callable[..., Any], *args: Any) -> tuple[Program, list[Any]]
     if _holds_constants(closed.jaxpr):
         leaves = jax.tree.leaves(args)
         closed = jax.make_jaxpr(lambda *leaves: _without_calls(closed.jaxpr, closed.consts, leaves))(*leaves)
-    return Program(closed.jaxpr, key_of(closed.jaxpr), out), closed.consts
+    jaxpr = closing_over(closed.jaxpr, closed.jaxpr.constvars, closed.jaxpr.invars)
+    return Program(jaxpr, key_of(jaxpr), out), closed.consts
+
+
+def closing_over(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> Jaxpr:
+    """The same program of these variables, without the values of what it closes over: from JAX 0.12 on it would hold them,
+    and tells constants from inputs by how many values there are."""
+    values: dict[str, Any] = {"consts": [None] * len(constants)} if hasattr(jaxpr, "consts") else {}
+    return jaxpr.replace(constvars=list(constants), invars=list(inputs), **values)
 
 
 def _holds_constants(jaxpr: Jaxpr) -> bool:

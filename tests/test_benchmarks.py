@@ -17,6 +17,7 @@ from experiments.benchmarks import (
     gpu,
     integers,
     laws,
+    long_curves,
     long_reversal,
     long_runs,
     loops,
@@ -58,6 +59,11 @@ def test_records_are_rewound_in_short(monkeypatch, capsys):
     assert capsys.readouterr().out.count("2 of 2 states") == 2
     monkeypatch.setattr(rewind, "elsewhere", lambda *a: {"digests": dict.fromkeys("048", "wrong"), "seconds": 0.0})
     assert rewind.main(["--steps", "8", "--every", "4"]) == 1
+
+
+def test_curves_of_long_runs_in_short(tmp_path):
+    assert long_curves.main(["--powers", "3", "4", "--mebibytes", "1", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "long_curves.png").stat().st_size > 10_000
 
 
 def test_long_runs_in_short(capsys):

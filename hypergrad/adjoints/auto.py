@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from hypergrad import _programs as programs
-from hypergrad._report import current_ledger, probing, watched
+from hypergrad._report import current_ledger, mask, probing, surface, watched
 from hypergrad._settings import own_settings
 from hypergrad.adjoints.base import Adjoint, Cost
 from hypergrad.adjoints.budget import bytes_of, cut, shown_bytes
@@ -167,7 +167,9 @@ def pulled(adjoint: Adjoint, run: Run, wanted: Wanted, zeros: Wanted, inputs: In
         whole = [next(others) if w else x for w, x in zip(wanted, leaves, strict=True)]
         values, h, theta = jax.tree.unflatten(tree, whole)
         outcome = adjoint.run(run, Inputs(values, h, theta, inputs.frozen))
-        return [outcome.values[j][PARAMS] for j in run.parameters]
+        # As `hg.train` hands them on: without this branch between the passes, Adam's took 24 bytes a parameter more.
+        own = mask(surface(outcome.status, run.throw), outcome.values)
+        return [own[j][PARAMS] for j in run.parameters]
 
     params, pull = jax.vjp(trained, [x for w, x in zip(wanted, leaves, strict=True) if w])
     return pull([jnp.ones_like(x) for x in params])

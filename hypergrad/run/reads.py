@@ -14,7 +14,7 @@ from jax.extend.core.primitives import dynamic_slice_p, gather_p
 
 from hypergrad._lifted import interpreted
 from hypergrad._program_keys import key_of
-from hypergrad._programs import Program
+from hypergrad._programs import Program, closing_over
 
 
 class Read(NamedTuple):
@@ -187,4 +187,4 @@ def _inlined(jaxpr: Jaxpr) -> Jaxpr:
     n = len(jaxpr.constvars)
     function = lambda *leaves: interpreted(jaxpr, list(leaves[:n]), leaves[n:], inlined)  # noqa: E731
     made = jax.make_jaxpr(function)(*(x.aval for x in (*jaxpr.constvars, *jaxpr.invars))).jaxpr
-    return made.replace(constvars=made.invars[:n], invars=made.invars[n:])
+    return closing_over(made, made.invars[:n], made.invars[n:])
