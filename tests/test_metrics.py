@@ -157,6 +157,18 @@ def test_a_traced_value_from_outside_is_an_error() -> None:
         jax.grad(f)(1.0)
 
 
+@pytest.mark.parametrize("adjoint", [hg.Reversible(), hg.Unrolled()], ids=["reversible", "unrolled"])
+def test_what_the_loss_and_it_read_from_outside_is_differentiated_through_both(adjoint: Any) -> None:
+    def f(scale: Any) -> Any:
+        loss = lambda w, _, batch: scale * jnp.sum((w["w"] - batch) ** 2)  # noqa: E731
+        of = lambda w, theta, batch, state, hypers: scale * jnp.sum(w["w"] ** 3)  # noqa: E731
+        params, data = {"w": jnp.array([1.0, -2.0])}, hg.full_batch(jnp.array([0.5, 0.25]))
+        return jnp.sum(hg.train(loss, params, hg.SGD(0.125, 0.5), data, steps=5, metric=of, adjoint=adjoint).metrics)
+
+    with jax.enable_x64(True):
+        hg.testing.check_hypergradient(f, jnp.float64(1.25), tolerance=1e-8)
+
+
 def test_a_run_that_fails_has_none() -> None:
     of = lambda w, theta, batch, state, hypers: jnp.sum(w["w"])  # noqa: E731
     assert np.isnan(train(optimizer=hg.SGD(1e9), steps=40, metric=of, throw=False).metrics).all()
