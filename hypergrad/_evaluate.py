@@ -18,6 +18,7 @@ from jax import Array
 from hypergrad import _programs as programs
 from hypergrad._average import Evaluated, averaged
 from hypergrad._door import calling, check_signature
+from hypergrad._needs import MUCH, Ask, Guessed, Need, fitted
 from hypergrad._report import Ledger, listen
 from hypergrad.batches import check_key
 from hypergrad.errors import BUFFER_FULL, ISOLATED, OK, REVERSAL, HypergradError, NonFiniteError
@@ -48,6 +49,7 @@ class Evaluation:
         self.objective = objective(train_fn, val_fn, monitor_fn)
         self.seeds, self.jit, self.robust, self.ledger = seeds, jit, robust, Ledger(watch)
         self.programs: dict[Any, Any] = {}
+        self.ask: Ask | None = None
         self.noted: set[Any] = set()  # what has been warned of: once in a meta-loop
 
     def __call__(self, learned: Any, fixed: Any, key: Array) -> tuple[Evaluated, HypergradError | None]:
@@ -67,8 +69,15 @@ class Evaluation:
     def _evaluated(self, learned: Any, fixed: Any, key: Array) -> tuple[Evaluated, HypergradError | None]:
         self.ledger.clear()
         keys = key[None] if self.seeds == 1 else jax.random.split(key, self.seeds)
-        with listen(self.ledger):
-            results = self._side_by_side(learned, fixed, keys) if self.jit else self._one_by_one(learned, fixed, keys)
+        if self.ask is not None:
+            self._fit(self.ask(learned, fixed, keys[0]))
+        try:
+            with listen(self.ledger):
+                results = self._side_by_side(learned, fixed, keys) if self.jit else self._one_by_one(learned, fixed, keys)
+        except Guessed:
+            self.ask = Ask(lambda *point: self.objective(*point)[0], learned, fixed, keys[0])
+            self.ledger.guessed = None
+            return self._evaluated(learned, fixed, key)
         result = jax.block_until_ready(averaged(results, self.seeds, self.robust))
         return self._evaluated(learned, fixed, key) if self.grown() else (result, self._failure(result))
 
@@ -96,7 +105,7 @@ class Evaluation:
         if like not in self.programs:
             arrays, static = eqx.partition(arguments, eqx.is_array)
             of_arrays = lambda arrays: function(*eqx.combine(arrays, static))  # noqa: E731
-            run = programs.reporting(of_arrays, lambda code: code == OK, arrays)
+            run = programs.reporting(of_arrays, lambda code: code == OK, arrays, traced=self._look)
             self.programs[like] = lambda *arguments: run(eqx.filter(arguments, eqx.is_array))
         return self.programs[like]
 
@@ -120,6 +129,18 @@ class Evaluation:
                 nan = jnp.full(1, jnp.nan)
                 results.append(((nan, nan), jax.tree.map(lambda x: jnp.full((1, *x.shape), jnp.nan, x.dtype), learned)))
         return results
+
+    def _look(self) -> None:
+        """At what was traced, before it is compiled."""
+        if self.ledger.guessed is not None and self.ledger.guessed >= MUCH:
+            raise Guessed
+
+    def _fit(self, needs: list[Need]) -> None:
+        """Room for digits as it is needed; if it is another than before, what was compiled is forgotten."""
+        room = fitted(self.ledger.room, needs)
+        if room != self.ledger.room:
+            self.ledger.room = room
+            self.programs.clear()
 
     def grown(self) -> bool:
         """Whether runs must be compiled otherwise, with larger buffers or with gradients apart from their derivatives; if

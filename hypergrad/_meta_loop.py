@@ -124,7 +124,8 @@ class MetaLoop:
 
     def _save(self, folder: Folder, history: list[MetaStep], point: Point, stop: bool) -> None:
         records = recorded(history) | {"stopped_at": self.meta_steps if stop else 0}
-        records["capacity"] = self.evaluation.ledger.capacity  # the same program after as before
+        ledger = self.evaluation.ledger  # the same program after as before
+        records |= {"capacity": ledger.capacity, "room": [[name, *lost] for name, lost in ledger.room]}
         hypers, *before = (split_fixed(done.hypers)[0] for done in history[:-3:-1])
         folder.save(hypers, before[0] if before else None, point, records)
 
@@ -166,6 +167,7 @@ class MetaLoop:
         history = restored(folder.run, [eqx.combine(h, fixed) for h in learned])
         _check_start(folder, learned[0], start.learned)
         self.evaluation.ledger.capacity = folder.run["capacity"]
+        self.evaluation.ledger.room = tuple((name, (words, bits)) for name, words, bits in folder.run["room"])
         if self.meta_steps < len(history):
             return Point(learned[self.meta_steps], start.state), history[: self.meta_steps], True
         try:

@@ -181,19 +181,25 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
     return ahead(lambda *a: function(*eqx.combine(a, rest)), *arrays)(*arrays)
 
 
-def ahead(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """function, compiled now for arguments like these: what it returns depends on no setting of the thread that calls it."""
+def ahead(function: Callable[..., Any], *args: Any, traced: Callable[[], Any] = lambda: None) -> Callable[..., Any]:
+    """function, compiled now for arguments like these: what it returns depends on no setting of the thread that calls it.
+
+    traced: called between the trace and the compilation, which its error prevents.
+    """
     program, constants = trace(function, *args)
+    traced()
     leaves, constants = jax.tree.leaves(args), [owned(x) for x in constants]
     make = lambda: compiled(program.flat).lower(constants, leaves).compile()  # noqa: E731
     run = kept((program.bare(), *alike((constants, leaves))), make)
     return lambda *args: jax.tree.unflatten(jax.tree.structure(program.out), run(constants, jax.tree.leaves(args)))
 
 
-def reporting(function: Callable[..., Any], well: Callable[[Any], Any], *args: Any) -> Callable[..., Any]:
+def reporting(
+    function: Callable[..., Any], well: Callable[[Any], Any], *args: Any, traced: Callable[[], Any] = lambda: None
+) -> Callable[..., Any]:
     """As `ahead`, of a function with reports: the program returns (its result, what `told` takes)."""
     tells: list[Tell] = []
-    run = ahead(lifted(function, tells, well), *args)
+    run = ahead(lifted(function, tells, well), *args, traced=traced)
 
     def with_reports(*args: Any) -> tuple[Any, list[tuple[Tell, Any]]]:
         result, arrays = run(*args)

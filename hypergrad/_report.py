@@ -41,6 +41,9 @@ class Ledger:
         self.norms: list[Norms] = []  # of each run that was reversed, and went well
         self.failure: Status | None = None  # the first, of a run that was asked to throw
         self.capacity = 0  # words per parameter, at least, for runs that leave the choice to the library
+        # What links lose whose decays are traced, by name: words of the buffer at all steps, and bits at one.
+        self.room: tuple[tuple[str, tuple[int, float]], ...] = ()
+        self.guessed: int | None = 0  # bytes of such links in what has been traced; None: nobody counts any more
         self.isolate = False  # whether such runs compute gradients apart from their derivatives
 
     def record(self, status: Status, throw: bool, norms: Norms) -> None:
@@ -64,14 +67,14 @@ class Ledger:
 # user has jitted reports to the ledger of today, and is traced again when it must be compiled otherwise. JAX calls back
 # from threads of its own, so no context variable would do.
 _LEDGERS: weakref.WeakValueDictionary[int, Ledger] = weakref.WeakValueDictionary()
-_LISTENER = jax.make_user_context((-1, 0, False, False))  # (number, capacity, isolate, watch) of the ledger
+_LISTENER = jax.make_user_context((-1, 0, (), False, False))  # (number, capacity, room, isolate, watch) of the ledger
 _ONE_AT_A_TIME = threading.Lock()
 
 
 @contextlib.contextmanager
 def listen(ledger: Ledger) -> Iterator[Ledger]:
     """Runs traced or executed inside report to `ledger`, and do not raise from compiled code."""
-    with _LISTENER((ledger.number, ledger.capacity, ledger.isolate, ledger.watch)):
+    with _LISTENER((ledger.number, ledger.capacity, ledger.room, ledger.isolate, ledger.watch)):
         yield ledger
 
 
@@ -81,7 +84,7 @@ def current_ledger() -> Ledger | None:
 
 def watched() -> bool:
     """Whether who listens wants the norms of cotangents."""
-    return bool(_LISTENER.value[3]) and current_ledger() is not None and not probing()
+    return bool(_LISTENER.value[4]) and current_ledger() is not None and not probing()
 
 
 def surface(status: Status, throw: bool, norms: Norms | None = None) -> Array:

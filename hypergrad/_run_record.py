@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from hypergrad._forms import misfit, natural, text
+from hypergrad._forms import misfit, natural, number, text
 from hypergrad._history import PLACES, RECORD, contradiction
 from hypergrad._safe_files import Damaged, Missing, digest, parsed, read, unsealed
 
 
 RUN = "run.json"
-FORMAT = 2  # 1 had no checksums, and no owner
+FORMAT = 3  # 1 had no checksums, and no owner; 2 no room by link
 _LONGEST = 2**28  # bytes: half a million meta-steps
 
 HYPERS = re.compile(r"hypers-\d{6,9}(-[0-9a-f]{16})?\.npz")
@@ -31,6 +31,14 @@ def _mapping(x: Any) -> bool:
     return isinstance(x, dict)
 
 
+def _room(x: Any) -> bool:
+    """[name of a link, words per parameter, bits a step]."""
+    return (
+        isinstance(x, list) and len(x) == 3 and text(x[0]) and natural(x[1]) and x[1] < 2**24
+        and number(x[2]) and 0 <= x[2] <= 24
+    )  # fmt: skip
+
+
 _FILE = {
     "name": lambda x: text(x) and bool(HYPERS.fullmatch(x) or PASSING.fullmatch(x)),
     "bytes": lambda x: type(x) is int and x >= 0,
@@ -40,6 +48,7 @@ _FORM = {
     "format": natural, "identity": _mapping, "update": text, "environment": _mapping, "hypers": [_FILE],
     "points": [{"step": natural, **_FILE}], "steps": [RECORD], "places": PLACES, "stopped_at": natural,
     "capacity": lambda x: natural(x) and x < 2**24,  # words per parameter
+    "room": [_room],
 }  # fmt: skip
 
 
@@ -51,7 +60,7 @@ class Run(NamedTuple):
 
     def begun(self) -> dict[str, Any]:
         """A record without meta-steps."""
-        nothing = {"hypers": [], "points": [], "steps": [], "places": [], "stopped_at": 0, "capacity": 0}
+        nothing = {"hypers": [], "points": [], "steps": [], "places": [], "stopped_at": 0, "capacity": 0, "room": []}
         return {"format": FORMAT, **self._asdict(), "environment": environment(), **nothing}
 
 

@@ -52,7 +52,13 @@ def _jump(done: Any, history: list[Any], told: bool) -> str:
     """What has jumped, "" if nothing has. told: whether instability is known, so that one seed's is no news."""
     if not done.gradient_norm <= JUMP * statistics.median([before.gradient_norm for before in history]):
         return f"the hypergradient has jumped, to a norm of {done.gradient_norm:.3g}"
-    return f"the hypergradients of {done.clipped_seeds} seeds have jumped" if done.clipped_seeds and not told else ""
+    if not done.clipped_seeds or told:
+        return ""
+    return (
+        "the hypergradient of one seed has jumped"
+        if done.clipped_seeds == 1
+        else (f"the hypergradients of {done.clipped_seeds} seeds have jumped")
+    )
 
 
 def _unstable(done: Any) -> bool:

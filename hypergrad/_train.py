@@ -14,6 +14,7 @@ from hypergrad import _door as door
 from hypergrad import _programs as programs
 from hypergrad._meshes import reject_explicit
 from hypergrad._metrics import CALL, measured
+from hypergrad._needs import asking, untrained
 from hypergrad._program_keys import contains
 from hypergrad._report import mask, surface
 from hypergrad._trace import trace, with_foreign
@@ -79,7 +80,7 @@ def train(
     (params, optimizer, theta, state, statistics in; params, losses, metrics, state, statistics out), jax.jit and jax.vmap.
     """
     run, inputs, about = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, throw, statistics, metric)
-    outcome = adjoint.run(run, inputs)
+    outcome = untrained(adjoint, run, inputs) if asking() else adjoint.run(run, inputs)
     ok = surface(outcome.status, throw)
     return put_together(run, about, outcome, run.steps, state, ok)
 

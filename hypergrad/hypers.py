@@ -15,6 +15,7 @@ import numpy as np
 import wadler_lindig
 from jax import Array
 
+from hypergrad._bounds import at_least
 from hypergrad._shown import shown
 from hypergrad.schedules import spread
 
@@ -47,7 +48,7 @@ class Domain(eqx.Module):
     def _constrain(self, u: Array) -> Array:
         if self.kind == "positive":
             return jnp.exp(u)
-        return self.low + (self.high - self.low) * jax.nn.sigmoid(u)
+        return at_least(self.low + (self.high - self.low) * jax.nn.sigmoid(u), self.low)
 
 
 def positive(x: Any) -> Domain:

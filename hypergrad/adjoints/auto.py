@@ -44,6 +44,7 @@ class Auto(Adjoint):
     memory_budget: int | str
 
     isolate = None
+    guesses = True
     driver_name = None
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from hypergrad.adjoints.capacity import lost_of, words_of
+from hypergrad.adjoints.capacity import Given, lost_of, words_of
 from hypergrad.exact import HEADS, WORD_BITS
 from hypergrad.optimizers.block import Block, Lost
 from hypergrad.optimizers.chain import Link
@@ -52,7 +52,7 @@ def shown_bytes(size: int) -> str:
     return f"{size} B"
 
 
-def cut(run: Run, inputs: Inputs, budget: int, capacity: int | None) -> Run:
+def cut(run: Run, inputs: Inputs, budget: int, capacity: Given) -> Run:
     """The run cut as little as the budget allows, in bytes.
 
     Not at all where it holds the words of all steps, else into the fewest segments that fit, each of which is replayed once;
@@ -102,9 +102,9 @@ def _bytes_of_state(run: Run, inputs: Inputs) -> int:
     return sum(x.size * (8 * (1 + link.wide) + head) for (_, link, x), head in zip(links, heads, strict=True))
 
 
-def _decaying(run: Run, inputs: Inputs, capacity: int | None) -> Iterator[tuple[Block, Link, Lost, int]]:
+def _decaying(run: Run, inputs: Inputs, capacity: Given) -> Iterator[tuple[Block, Link, Lost, int]]:
     """(block, link, what is lost of each value, how many values there are)"""
     for block, values, own in zip(run.blocks, inputs.values, inputs.h, strict=True):
-        for link, known in zip(block.chain, block.known, strict=True):
+        for link in block.chain:
             if link.decay:
-                yield block, link, lost_of(run, block, link, known, own, capacity)[0], values[link.name].size
+                yield block, link, lost_of(run, block, link, own, capacity)[0], values[link.name].size

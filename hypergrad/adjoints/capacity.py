@@ -1,10 +1,12 @@
 """How many words buffers set aside.
 
-Invariant: a decay that is known loses no more words than are set aside; of others the status says when they did.
+Invariant: a decay that is known or bounded loses no more words than are set aside; of others the status says when they did.
 """
 
 import math
 import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -19,41 +21,69 @@ from hypergrad.run.status import Capacity
 
 MUCH = 2**30  # bytes
 
+Given = int | tuple[tuple[str, int], ...] | None  # 32-bit words per parameter, of every link or by link, as users give them
 
-def capacities(run: Run, h: list[Hypers], capacity: int | None) -> Capacity:
-    """Words of the buffer per parameter to allocate, for each link that decays. capacity: as users give it."""
+
+def given(capacity: Any) -> Given:
+    """`capacity` as users write it, as a value that can be hashed; an error if it is none."""
+    words = capacity.values() if isinstance(capacity, Mapping) else [] if capacity is None else [capacity]
+    if any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in words):
+        raise ValueError(
+            "`capacity` must be None, a count of 32-bit words per parameter, or such counts by the names of links, "
+            f'{{"mean": 4}}; got {capacity!r}.'
+        )
+    return tuple(sorted(capacity.items())) if isinstance(capacity, Mapping) else capacity
+
+
+def capacities(run: Run, h: list[Hypers], capacity: Given) -> Capacity:
+    """Words of the buffer per parameter to allocate, for each link that decays."""
+    _check_names(run, capacity)
+    traced = set() if capacity is not None else {(j, link.name) for j, link in traced_decays(run, h)}
+    words: dict[tuple[int, str], int] = {}
     guessed: dict[str, int] = {}  # bytes, by link
-
-    def room(block: Block, link: Link, known: Lost | None, h: Hypers) -> int | None:
-        if not link.decay:
-            return None
-        lost, is_known = lost_of(run, block, link, known, h, capacity)
-        needed = words_of(run, block, link, lost)
+    may_change = 0
+    for j, link in [(j, link) for j, block in enumerate(run.blocks) for link in block.chain if link.decay]:
+        block, at = run.blocks[j], (j, link.name)
+        lost, is_known = lost_of(run, block, link, h[j], capacity)
+        words[at] = words_of(run, block, link, lost)
+        size = words[at] * math.prod(block.shape) * WORD_BITS // 8
+        may_change += size if at in traced else 0
         if not is_known:
-            guessed[link.name] = guessed.get(link.name, 0) + needed * math.prod(block.shape) * WORD_BITS // 8
-        return needed
-
-    found = tuple(
-        tuple(room(block, link, known, hj) for link, known in zip(block.chain, block.known, strict=True))
-        for block, hj in zip(run.blocks, h, strict=True)
-    )
-    if sum(guessed.values()) > MUCH:
+            guessed[link.name] = guessed.get(link.name, 0) + size
+    ledger = current_ledger()
+    if ledger is not None and ledger.guessed is not None:
+        ledger.guessed += may_change
+    elif sum(guessed.values()) > MUCH:
         _say_how_much(run, guessed)
-    return found
+    return tuple(tuple(words.get((j, link.name)) for link in block.chain) for j, block in enumerate(run.blocks))
 
 
-def lost_of(run: Run, block: Block, link: Link, known: Lost | None, h: Hypers, capacity: int | None) -> tuple[Lost, bool]:
+def lost_of(run: Run, block: Block, link: Link, h: Hypers, capacity: Given) -> tuple[Lost, bool]:
     """What a decay loses, and whether that is known: else it is a guess, until somebody tells."""
-    if capacity is not None:
-        bits = capacity * PUBLIC_WORD_BITS
+    words = dict(capacity).get(link.name) if isinstance(capacity, tuple) else capacity
+    if words is not None:
+        bits = words * PUBLIC_WORD_BITS
         return Lost(bits // WORD_BITS, bits / run.steps), True
-    if known is not None:
+    at = block.chain.index(link)
+    if (known := block.known[at]) is not None:
         return known, True
     if concrete(h):
         return lost_by(block.buffer(link), np.asarray(link_numerators(link, h, run.steps)), link), True
-    told = ledger.capacity * PUBLIC_WORD_BITS // WORD_BITS if (ledger := current_ledger()) else 0
-    words = max(math.ceil(run.steps * link.bits_a_step / WORD_BITS), told)
-    return Lost(words, max(link.bits_a_step, told * WORD_BITS / run.steps)), False
+    ledger, most = current_ledger(), block.most[at]
+    told = ledger.capacity * PUBLIC_WORD_BITS // WORD_BITS if ledger is not None else 0
+    fitted = dict(ledger.room).get(link.name) if ledger is not None else None
+    guess = math.ceil(run.steps * link.bits_a_step / WORD_BITS), link.bits_a_step
+    lost = Lost(*(guess if fitted is None else fitted))
+    lost = Lost(max(lost.words, told), max(lost.bits, told * WORD_BITS / run.steps))
+    return (most, True) if most is not None and most.words <= lost.words else (lost, fitted is not None)
+
+
+def traced_decays(run: Run, h: list[Hypers]) -> Iterator[tuple[int, Link]]:
+    """Of links, with the numbers of their blocks."""
+    for j, (block, own) in enumerate(zip(run.blocks, h, strict=True)):
+        for link, known in zip(block.chain, block.known, strict=True):
+            if link.decay and known is None and not concrete(own):
+                yield j, link
 
 
 def words_of(run: Run, block: Block, link: Link, lost: Lost) -> int:
@@ -62,13 +92,23 @@ def words_of(run: Run, block: Block, link: Link, lost: Lost) -> int:
     return lost.words if whole else min(lost.words, block.buffer(link).most_words(run.longest, lost.bits))
 
 
+def _check_names(run: Run, capacity: Given) -> None:
+    links = {link.name: None for block in run.blocks for link in block.chain if link.decay}
+    for name, _ in capacity if isinstance(capacity, tuple) else ():
+        if name not in links:
+            raise ValueError(
+                f"`capacity` names {name!r}, and no link that loses digits is called that: there are {', '.join(links)}."
+            )
+
+
 def _say_how_much(run: Run, guessed: dict[str, int]) -> None:
+    names = ", ".join(f"{name!r}: ..." for name in guessed)
     parts = ", ".join(f"{size / 2**30:.1f} GiB for `{name}`" for name, size in guessed.items())
     warnings.warn(
         f"decays are traced, so nobody knows yet how many digits {run.steps} steps of them lose. Room for many is set "
-        f"aside: {parts}. Decays that are Python numbers take what they lose and no more. Else pass "
-        "hg.Reversible(capacity=...), in 32-bit words a parameter, by what `Trained.buffer_words` of a shorter run says, in "
-        'proportion to the steps; too few is an error that says how many. hg.Reversible(memory_budget="512MiB") keeps '
-        "states now and then, and digits between two of them alone.",
+        f"aside: {parts}. Decays that are Python numbers take what they lose and no more, those of hg.bounded(x, low, high) "
+        f"what `low` would lose. Else pass hg.Reversible(capacity={{{names}}}), in 32-bit words a parameter: steps times "
+        "log2(1 / decay) / 32, and one more; too few is an error that says how many the link of most needs. "
+        'hg.Reversible(memory_budget="512MiB") keeps states now and then, and digits between two of them alone.',
         stacklevel=2,
     )

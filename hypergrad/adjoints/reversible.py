@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -16,7 +16,7 @@ from hypergrad._settings import own_settings
 from hypergrad.adjoints.backward import Pushed
 from hypergrad.adjoints.base import Adjoint, Cost
 from hypergrad.adjoints.budget import bytes_of, cut
-from hypergrad.adjoints.capacity import capacities
+from hypergrad.adjoints.capacity import Given, capacities, given
 from hypergrad.adjoints.passes import Back, Ends, Wanted, run_backward, run_forward, settled_driver
 from hypergrad.errors import BATCHES, LOSSES, OK, REVERSAL, Status
 from hypergrad.optimizers.chain import PARAMS
@@ -35,12 +35,14 @@ class Reversible(Adjoint):
     Memory: 8 bytes per link and parameter (16 for a mean of squares), log2(1/decay) bits per step (and 6 bytes where each
     weight has its own decay), and one step's activations. First derivatives only: for second ones take `Unrolled`.
 
-    capacity: 32-bit words per parameter for the lost digits; None: exactly as many as needed where the decays are known
-    when the program is built, else ceil(steps / 32), one bit a step. fraction_bits: of the parameters' grid; None: 52 for
-    float64 (range +-1024), 48 for float32 (range +-16384). driver: "scan" (compiled whole) or "host" (a Python loop over
-    one jitted step; not under jit or vmap); None: the host for `hg.host_batches`, and outside of jit and vmap for losses
-    with convolutions on a CPU of several cores, else the scan. buffer: "device"; "host", or `hg.Disk(folder)`: the digits
-    of each 256 steps go to host memory, or to files (not under jit or vmap), while the next are on, so that they take no
+    capacity: 32-bit words per parameter for the lost digits of each link, or of links by name, {"mean": 4}; None: as many as
+    decays need that are known when the program is built, or as the lower end of `hg.bounded` would need, else one bit a
+    step, a quarter for means of squares; `hg.optimize` asks first where that is much. fraction_bits:
+    of the parameters' grid; None: 52 for float64 (range +-1024), 48 for float32 (range +-16384). driver: "scan" (compiled
+    whole) or "host" (a Python loop over one jitted step; not under jit or vmap); None: the host for `hg.host_batches`, and
+    outside of jit and vmap for losses with convolutions on a CPU of several cores, else the scan. buffer: "device"; "host",
+    or `hg.Disk(folder)`: the digits of each 256 steps go to host memory, or to files (these not under jit or vmap), while
+    the next are on, so that they take no
     memory of the device; "gmpy2": one arbitrary-precision integer per parameter, the slow reference, on the host (nor
     that). isolate: compute each gradient once more on the way back, compiled apart from its derivative, so that its bits
     are the same in both passes; None: where needed, which is for rules that are not linear in the gradient, under
@@ -51,7 +53,7 @@ class Reversible(Adjoint):
     reversed. None: digits of all steps are kept.
     """
 
-    capacity: int | None = None
+    capacity: int | Mapping[str, int] | None = None
     fraction_bits: int | None = None
     driver: str | None = None
     buffer: str | Disk = "device"
@@ -75,8 +77,7 @@ class Reversible(Adjoint):
                 raise ValueError("`memory_budget` is for digits on the device: leave out `buffer` and `driver`.")
         if self.progress is not None and (self.driver != "host" or not callable(self.progress)):
             raise ValueError('`progress` is a function of (direction, steps done, steps), and needs driver="host".')
-        if self.capacity is not None and (not isinstance(self.capacity, int) or self.capacity < 0):
-            raise ValueError(f"`capacity` must be None or a count of 32-bit words per parameter; got {self.capacity!r}.")
+        given(self.capacity)
         if self.fraction_bits is not None and not 8 <= self.fraction_bits <= 60:
             raise ValueError(f"`fraction_bits` must be from 8 to 60; got {self.fraction_bits!r}.")
 
@@ -87,6 +88,10 @@ class Reversible(Adjoint):
         return self.driver if self.memory_budget is None else "scan"
 
     @property
+    def guesses(self) -> bool:  # type: ignore[override]
+        return not isinstance(self.capacity, int) and self.buffer in ("device", "host")
+
+    @property
     def store(self) -> Store | None:  # type: ignore[override]
         if isinstance(self.buffer, Disk):
             return self.buffer
@@ -94,7 +99,7 @@ class Reversible(Adjoint):
 
     def run(self, run: Run, inputs: Inputs) -> Outcome:
         budget = None if self.memory_budget is None else bytes_of(self.memory_budget)
-        return reversed_run(run, Room(self.capacity, budget), inputs)
+        return reversed_run(run, Room(given(self.capacity), budget), inputs)
 
     def cost(self, steps: int) -> Cost:
         return Cost(time=4, states=6 + 0.005 * steps, activations=1)
@@ -112,7 +117,7 @@ class Kept:
 class Room(NamedTuple):
     """What lost digits may take, as users give it; None: what they need."""
 
-    capacity: int | None  # 32-bit words per parameter
+    capacity: Given  # 32-bit words per parameter
     budget: int | None = None  # bytes, of states as well
     kept: Kept | None = None  # they are there already
 

@@ -4,9 +4,11 @@ Invariant: of all steps it is that of `Reversible`; of fewer, that of the run th
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 from hypergrad.adjoints.base import Adjoint, Cost
+from hypergrad.adjoints.capacity import given
 from hypergrad.adjoints.reversible import Room, reversed_run
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Outcome
@@ -24,7 +26,7 @@ class Truncated(Adjoint):
     """
 
     last: int
-    capacity: int | None = None
+    capacity: int | Mapping[str, int] | None = None
     fraction_bits: int | None = None
     isolate: bool | None = None
 
@@ -33,12 +35,18 @@ class Truncated(Adjoint):
     def __post_init__(self) -> None:
         if isinstance(self.last, bool) or not isinstance(self.last, int) or self.last < 1:
             raise ValueError(f"`last` of hg.Truncated must be an integer of at least 1; got {self.last!r}.")
+        given(self.capacity)
+
+    @property
+    def guesses(self) -> bool:  # type: ignore[override]
+        return not isinstance(self.capacity, int)
 
     def left_out(self, steps: int) -> str:
         return f"what the first {steps - self.last} of {steps} steps do to the parameters" if self.last < steps else ""
 
     def run(self, run: Run, inputs: Inputs) -> Outcome:
-        return reversed_run(dataclasses.replace(run, first=max(run.steps - self.last, 0)), Room(self.capacity), inputs)
+        late = dataclasses.replace(run, first=max(run.steps - self.last, 0))
+        return reversed_run(late, Room(given(self.capacity)), inputs)
 
     def cost(self, steps: int) -> Cost:
         share = min(self.last / steps, 1.0)

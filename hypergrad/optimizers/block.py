@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 from jax.extend.core import Jaxpr
 
+from hypergrad._bounds import lowest
 from hypergrad._isolation import only_products
 from hypergrad._lapack import sequentially
 from hypergrad.exact import DEFERRED, DEFERRED_REFERENCE, HEADS, REFERENCE, Buffer, default_fraction_bits, known_numerator
@@ -53,6 +54,7 @@ class Block:
     fraction_bits: tuple[int, ...]  # of each link's grid
     buffers: tuple[Buffer | None, ...]  # where the decay of each link keeps what it loses
     known: tuple[Lost | None, ...]  # what each decay loses, where that is known beforehand
+    most: tuple[Lost | None, ...]  # and what it loses at most, where it is traced but bounded
     isolated: tuple[bool, ...] = ()  # of each link, whether its increments are compiled apart from all else
     reads: tuple[frozenset[str], ...] = ()  # of each link, the links whose values enter its increments
 
@@ -140,6 +142,7 @@ def block(
     fraction_bits: int | None,
     unbounded: bool,
     known: tuple[Lost | None, ...],
+    most: tuple[Lost | None, ...],
 ) -> Block:
     """arrays: all leaves of the tree that the block is of."""
     first = arrays[leaves[0]]
@@ -155,6 +158,7 @@ def block(
         tuple(bits - WIDE_RANGE_BITS if link.wide else bits for link in chain),
         tuple(_buffer(h[link.decay], unbounded) if link.decay else None for link in chain),
         known,
+        most,
     )
 
 
@@ -214,6 +218,21 @@ def known_lost(link: Link, value: Any, leaf: Array, steps: int) -> Lost | None:
         return None
     with jax.ensure_compile_time_eval():
         rho = np.asarray(value.values if isinstance(value, PerStep) else [value], compute_dtype(leaf))
+    return _lost_at(rho, link, steps)
+
+
+def most_lost(link: Link, value: Any, leaf: Array, steps: int) -> Lost | None:
+    """What one leaf loses to a decay at most, if that is traced and comes from a bounded domain; else None."""
+    raw = value.values if isinstance(value, PerStep) else value
+    low = lowest(raw)
+    if low is None:
+        return None
+    rest = raw.shape[1:] if isinstance(value, PerStep) else raw.shape
+    return _lost_at(np.full((1, *rest), low, compute_dtype(leaf)), link, steps)
+
+
+def _lost_at(rho: np.ndarray, link: Link, steps: int) -> Lost:
+    """rho: [steps | 1, ...]."""
     n = known_numerator(rho, link.denominator)
     least = n.reshape(n.shape[0], -1).min(axis=1, initial=link.denominator)
     return lost_by(_buffer(rho, unbounded=False), np.broadcast_to(least, (steps,)), link)

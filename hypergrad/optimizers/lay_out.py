@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from hypergrad.optimizers.block import Block, Floats, block, groups, known_lost, shared_value
+from hypergrad.optimizers.block import Block, Floats, block, groups, known_lost, most_lost, shared_value
 from hypergrad.optimizers.chain import STATISTICS, Optimizer, check_invertible
 from hypergrad.optimizers.expand import (
     Field,
@@ -64,12 +64,12 @@ def lay_out(
         hj, given = prepared(stack, expanded, steps)
         if state is not None:
             hj = stack.rule.optimizer.begin(hj, start)
-        rule_fields = of_leaf[first][-1]
-        known = tuple(
-            known_lost(link, rule_fields[link.decay].values[first], leaves[first], steps) if link.decay in given else None
-            for link in stack.chain
-        )
-        options: Any = {"entrywise": stack.entrywise, "fraction_bits": fraction_bits, "unbounded": unbounded, "known": known}
+        decays = [(x, of_leaf[first][-1][x.decay].values[first] if x.decay in given else None) for x in stack.chain]
+        options: Any = {
+            "entrywise": stack.entrywise, "fraction_bits": fraction_bits, "unbounded": unbounded,
+            "known": tuple(known_lost(link, value, leaves[first], steps) for link, value in decays),
+            "most": tuple(most_lost(link, value, leaves[first], steps) for link, value in decays),
+        }  # fmt: skip
         blocks.append(block(own, list(leaves), stack.chain, hj, **options))
         h.append(hj)
         alike.append(_decays_alike(stack, of_leaf[first], first, given, blocks[-1]))
@@ -109,8 +109,10 @@ def with_statistics(out: LaidOut, statistics: Statistics, steps: int, fraction_b
     leaves, rates = jax.tree.leaves(statistics.values), prepared_statistics(statistics, steps)
     decays = broadcast_prefix("statistics.decay", statistics.decay, statistics.values, "the statistics")
     for i, (leaf, h, decay) in enumerate(zip(leaves, rates, decays, strict=True)):
-        known = (known_lost(MEANS, decay, leaf, steps),)
-        options: Any = {"entrywise": False, "fraction_bits": fraction_bits, "unbounded": unbounded, "known": known}
+        options: Any = {
+            "entrywise": False, "fraction_bits": fraction_bits, "unbounded": unbounded,
+            "known": (known_lost(MEANS, decay, leaf, steps),), "most": (most_lost(MEANS, decay, leaf, steps),),
+        }  # fmt: skip
         own = block((i,), leaves, (MEANS,), h, **options)
         out.blocks.append(own)
         out.values.append({STATISTICS: leaf.astype(compute_dtype(leaf))})

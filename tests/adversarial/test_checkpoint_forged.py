@@ -49,10 +49,11 @@ STATUS = {
     "small": -1, "quanta": 0.0, "faint": 0.0, "places": 0,
 }  # fmt: skip
 FORGED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "format 3": (lambda r: r.update(format=3), "holds another run: its format is 3"),
+    "format 4": (lambda r: r.update(format=4), "holds another run: its format is 4"),
     "no capacity": (lambda r: r.pop("capacity") and None, "it lacks 'capacity': hg.optimize did not write it"),
     "more": (lambda r: r.update(more=1), "it has a strange entry 'more'"),
     "memory": (lambda r: r.update(capacity=2**30), r"it\['capacity'\] is 1073741824"),
+    "room": (lambda r: r.update(room=[["mean", 2**30, 0.1]]), r"it\['room'\]\[0\] is \['mean', 1073741824, 0.1\]"),
     "text": (step(value="abc"), r"it\['steps'\]\[1\]\['value'\] is 'abc'"),
     "huge": (step(value=10**400), r"it\['steps'\]\[1\]\['value'\] is 1000"),
     "truth": (step(failed_seeds=True), r"it\['steps'\]\[1\]\['failed_seeds'\] is True"),
