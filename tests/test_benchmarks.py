@@ -25,6 +25,7 @@ from experiments.benchmarks import (
     roads,
     scaling,
     starting,
+    theta,
     workloads,
 )
 from experiments.benchmarks._measure import Limits, measure
@@ -54,6 +55,11 @@ def test_records_are_rewound_in_short(monkeypatch, capsys):
     assert capsys.readouterr().out.count("2 of 2 states") == 2
     monkeypatch.setattr(rewind, "elsewhere", lambda *a: {"digests": dict.fromkeys("048", "wrong"), "seconds": 0.0})
     assert rewind.main(["--steps", "8", "--every", "4"]) == 1
+
+
+def test_steps_that_read_their_part_of_theta_are_timed(capsys):
+    theta.main(theta.Config(rounds=1, steps=(2, 3), images=(4,), batch=2, run=2))
+    assert len(capsys.readouterr().out.splitlines()) == 6
 
 
 def test_curves_of_long_runs_in_short(tmp_path):
