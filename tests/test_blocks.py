@@ -61,6 +61,21 @@ def test_a_rule_may_tell_leaves_apart(name: str) -> None:
     assert_agree(BRANCHING[name]())
 
 
+def by_name(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: "tall" if path[-1].key in "bw" else "odd", params)
+
+
+def by_order(params: Any) -> Any:
+    leaves, tree = jax.tree.flatten(params)
+    return tree.unflatten(["odd", "tall", "odd"][: len(leaves)])
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("labels", [by_name, by_order])
+def test_rules_that_tell_leaves_apart_may_stand_beside_each_other_by_name_and_order(labels: Any) -> None:
+    assert_agree(hg.partition({name: BRANCHING[name]() for name in ("tall", "odd")}, labels))
+
+
 @pytest.mark.of_bits
 @pytest.mark.parametrize(
     "optimizer",
