@@ -132,8 +132,10 @@ class Evaluation:
 
     def _look(self) -> None:
         """At what was traced, before it is compiled."""
-        if self.ledger.guessed is not None and self.ledger.guessed >= MUCH:
-            raise Guessed
+        if self.ledger.guessed is not None:
+            guessed, self.ledger.guessed = self.ledger.guessed, 0
+            if guessed * self.seeds >= MUCH:
+                raise Guessed
 
     def _fit(self, needs: list[Need]) -> None:
         """Room for digits as it is needed; if it is another than before, what was compiled is forgotten."""

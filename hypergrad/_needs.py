@@ -101,7 +101,6 @@ class Ask:
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._needs: list[Need] = []
-
         arrays, static = eqx.partition(arguments, eqx.is_array)
 
         def told(arrays: Any) -> list[tuple[Array, Array]]:
@@ -113,7 +112,7 @@ class Ask:
         self._run = jax.jit(told)
         try:
             self._run(arrays)
-        except jax.errors.UnexpectedTracerError:
+        except Exception:  # the function was traced well before: what fails is to ask, and room can be guessed
             self._needs = []
 
     def __call__(self, *arguments: Any) -> list[Need]:

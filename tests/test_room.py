@@ -194,6 +194,20 @@ def test_seeds_share_their_room(monkeypatch, rooms):
     assert rooms[1]["mean"] <= needed(0.9) * (1 + _needs.MARGIN) + 1
 
 
+def test_a_function_that_cannot_be_asked_is_not_refused(monkeypatch, rooms):
+    """One that fails where nothing is trained."""
+
+    def trained(run: Any) -> Any:
+        result = run()
+        if _needs.asking():
+            raise RuntimeError("no training")
+        return result
+
+    much(monkeypatch)
+    learned(hypers_of(), trained=trained, meta_steps=1)
+    assert [room["mean"] for room in rooms] == [SGD_DEFAULT] * 2
+
+
 def test_a_resumed_loop_has_the_room_it_had(monkeypatch, rooms, tmp_path):
     much(monkeypatch)
     expected = learned(hypers_of(), meta_steps=4)
