@@ -124,3 +124,10 @@ def test_either_way_comes_back(optimizer: Optimizer) -> None:
 
     found = jax.grad(final)(optimizer)
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(found))
+
+
+def test_blocks_of_other_hyperparameters_are_decided_apart() -> None:
+    w = {"a": jnp.ones((3, 4)), "b": jnp.ones((3, 4))}
+    out = lay_out(Scalar(eps={"a": 0.01, "b": jnp.full((3, 4), 0.01)}), w, 5, None, None, unbounded=False)
+    blocks = decided(out.blocks, one_step(out.h, 5), out.values, None)
+    assert [block.isolated for block in blocks] == [(False, False), (False, True)]

@@ -217,3 +217,13 @@ def test_leaves_without_entries_train(rule: Any, decay: Any) -> None:
         params = {"w": jnp.ones(size), "none": jnp.zeros((0, 3))}
         run = hg.train(loss, params, rule(0.1, decay), hg.full_batch(jnp.zeros(1)), steps=3)
         assert run.params["none"].shape == (0, 3) and bool((run.params["w"] < 1).all())
+
+
+def test_an_array_that_two_leaves_share_does_not_lie_side_by_side() -> None:
+    leaf, rates = jnp.array([0.5, -0.5, 1.0]), jnp.array([0.1, 0.2, 0.3])
+    loss = lambda w, _, t: sum(jnp.sum((x - jnp.sin(t)) ** 2) for x in w.values()) / 2  # noqa: E731
+    run = lambda w: hg.train(loss, w, hg.SGD(rates), lambda t: t, steps=5).params  # noqa: E731
+    names = "abcdefghij"  # so many that each is small
+    both = run(dict.fromkeys(names, leaf))
+    for name in names:
+        assert (both[name] == run({name: leaf})[name]).all()

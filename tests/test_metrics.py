@@ -205,3 +205,18 @@ def test_truncated_has_those_of_the_last_steps() -> None:
     found = jax.grad(value)(0.1, hg.Truncated(5), late)
     np.testing.assert_allclose(found, jax.grad(value)(0.1, hg.Unrolled(), late), rtol=1e-6)
     assert jax.grad(value)(0.1, hg.Truncated(2), late) != found
+
+
+def test_a_metric_at_rest_passes_on_what_comes_in_large() -> None:
+    """Cotangents that come in at each step, and none at the end."""
+
+    def f(theta: Any, unit: float, adjoint: Any) -> Any:
+        own = lambda w, theta, _: 0.5 * (w - theta) ** 2  # noqa: E731
+        rule = hg.clip(hg.SGD(0.5, 0.5), 10.0)
+        run = hg.train(
+            own, jnp.float32(1.0), rule, hg.full_batch(0.0), theta=theta, steps=10, metric=lambda w, *_: w, adjoint=adjoint
+        )
+        return unit * jnp.sum(run.metrics)
+
+    expected = jax.grad(f)(1.0, 1.0, hg.Unrolled())
+    np.testing.assert_allclose(jax.grad(f)(1.0, 1e16, hg.Reversible()) / 1e16, expected, rtol=1e-5)

@@ -235,3 +235,22 @@ def test_what_is_fixed_need_be_no_array(monkeypatch, rooms):
     found, expected = learned(hypers), learned(hypers_of())
     assert [done.value for done in found.history] == [done.value for done in expected.history]
     assert rooms[1]["mean"] < SGD_DEFAULT
+
+
+def test_a_meta_loop_in_a_budget_has_room_for_each_segment(monkeypatch, rooms):
+    much(monkeypatch)
+    follow = lambda w, _, t: jnp.sum((w - jnp.sin(0.1 * t)) ** 2) / 2  # noqa: E731
+
+    def train_fn(h: Any, key: jax.Array) -> Any:
+        optimizer, adjoint = hg.SGD(0.1, h["momentum"]), hg.Reversible(memory_budget=600)
+        return hg.train(follow, jnp.array([0.5, -0.5]), optimizer, lambda t: t, steps=3000, adjoint=adjoint).params
+
+    options = {"meta_steps": 3, "meta_optimizer": optax.sgd(0.0), "stop_on_growth": False, "diagnose": False}
+    hypers = {"momentum": hg.unit_interval(0.3)}
+    result = hg.optimize(train_fn, lambda w: jnp.sum((w - 0.3) ** 2), hypers, **options)
+    assert [done.failed_seeds for done in result.history] == [0, 0, 0]
+    assert len(rooms) == 2  # with a guess, which was not compiled, and fitted: no buffer was full
+
+
+def test_room_grows_for_the_bits_of_a_step_alone():
+    assert fitted((("mean", (34, 0.34)),), [Need("mean", 3, 20, 0.5)]) == (("mean", (34, 0.625)),)

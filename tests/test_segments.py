@@ -217,3 +217,43 @@ def test_what_does_not_go_with_a_budget(options: Any) -> None:
 def test_what_is_no_budget(budget: Any) -> None:
     with fails(ValueError, "`memory_budget` must be bytes", repr(budget)):
         hg.Reversible(memory_budget=budget)
+
+
+def test_a_segment_has_room_for_its_hungriest_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = 64
+    momentum = hg.PerStep(jnp.where(jnp.arange(steps) < 48, 0.99, 0.02))
+    monkeypatch.setattr(reversible, "cut", lambda run, *_: dataclasses.replace(run, first=48, segments=(3,)))
+
+    def slope(adjoint: Any) -> Any:
+        return jax.grad(lambda rate: final(optimizer=hg.SGD(rate, momentum), steps=steps, adjoint=adjoint))(0.1)
+
+    np.testing.assert_array_equal(slope(hg.Reversible(memory_budget="1 GiB")), slope(hg.Reversible()))
+
+
+def test_another_run_that_comes_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its start is met exactly, its losses are nearly the same: only its end tells."""
+    steps, honest, trained = 11, segments.steps_of, passes.replay
+    monkeypatch.setattr(reversible, "cut", lambda run, *_: dataclasses.replace(run, first=8, segments=(4,)))
+
+    def faster(*args: Any, **options: Any) -> Any:
+        if args[3].length != 2:  # the last segment is not replayed
+            return honest(*args, **options)
+        t, ((stepped, theta), others), entries = honest(*args, **options)
+        return t, ((jax.tree.map(lambda x: (1 + 1e-5) * x, stepped), theta), others), entries
+
+    def first_time(*args: Any) -> Any:
+        monkeypatch.setattr(segments, "steps_of", honest)
+        try:
+            return trained(*args)
+        finally:
+            monkeypatch.setattr(segments, "steps_of", faster)
+
+    monkeypatch.setattr(passes, "replay", first_time)
+    follow = lambda w, _, t: jnp.sum((w - jnp.sin(t)) ** 2) / 2  # noqa: E731
+
+    def end(rates: Any) -> Any:
+        rule, adjoint = hg.SGD(hg.PerStep(rates), 0.5), hg.Reversible(memory_budget="1 GiB")
+        return jnp.sum(hg.train(follow, jnp.array([0.5, -0.5]), rule, lambda t: t, steps=steps, adjoint=adjoint).params)
+
+    with pytest.raises(hg.ReversalError):
+        jax.grad(end)(jnp.linspace(0.1, 0.3, steps))
