@@ -49,7 +49,7 @@ class Evaluation:
         self.objective = objective(train_fn, val_fn, monitor_fn)
         self.seeds, self.jit, self.robust, self.ledger = seeds, jit, robust, Ledger(watch)
         self.programs: dict[Any, Any] = {}
-        self.ask: Ask | None = None
+        self.asks: dict[Any, Ask] = {}
         self.noted: set[Any] = set()  # what has been warned of: once in a meta-loop
 
     def __call__(self, learned: Any, fixed: Any, key: Array) -> tuple[Evaluated, HypergradError | None]:
@@ -69,13 +69,12 @@ class Evaluation:
     def _evaluated(self, learned: Any, fixed: Any, key: Array) -> tuple[Evaluated, HypergradError | None]:
         self.ledger.clear()
         keys = key[None] if self.seeds == 1 else jax.random.split(key, self.seeds)
-        if self.ask is not None:
-            self._fit(self.ask(learned, fixed, keys[0]))
+        if self.ledger.guessed is None:
+            self._fit(self._ask(learned, fixed, keys[0]))
         try:
             with listen(self.ledger):
                 results = self._side_by_side(learned, fixed, keys) if self.jit else self._one_by_one(learned, fixed, keys)
         except Guessed:
-            self.ask = Ask(lambda *point: self.objective(*point)[0], learned, fixed, keys[0])
             self.ledger.guessed = None
             return self._evaluated(learned, fixed, key)
         result = jax.block_until_ready(averaged(results, self.seeds, self.robust))
@@ -91,21 +90,23 @@ class Evaluation:
         size = -(-self.seeds // (2 * workers)) if workers > 1 else self.seeds
         padded = keys[np.arange(-(-self.seeds // size) * size) % self.seeds]
         groups = [padded[i : i + size] for i in range(0, len(padded), size)]
-        run = self.compiled(self._group, learned, fixed, groups[0])  # here: settings of JAX are the thread's own
+        run = self.compiled(
+            self._group, learned, fixed, groups[0], traced=self._look
+        )  # here: settings of JAX are the thread's own
         with ThreadPoolExecutor(workers if len(groups) > 1 else 1) as pool:
             done = list(pool.map(lambda group: jax.block_until_ready(run(learned, fixed, group)), groups))
         for _, reports in done:
             programs.told(reports)
         return [result for result, _ in done]
 
-    def compiled(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The program of a function of this evaluation, for arguments like these: it returns (its result, reports)."""
-        leaves, tree = jax.tree.flatten(arguments)
-        like = function.__name__, tree, tuple(jax.typeof(x) if eqx.is_array(x) else x for x in leaves)
+    def compiled(self, function: Callable[..., Any], *arguments: Any, traced: Callable[[], Any] = lambda: None) -> Any:
+        """The program of a function of this evaluation, for arguments like these: it returns (its result, reports).
+        traced: called before a new one is compiled."""
+        like = function.__name__, *_alike(arguments)
         if like not in self.programs:
             arrays, static = eqx.partition(arguments, eqx.is_array)
             of_arrays = lambda arrays: function(*eqx.combine(arrays, static))  # noqa: E731
-            run = programs.reporting(of_arrays, lambda code: code == OK, arrays, traced=self._look)
+            run = programs.reporting(of_arrays, lambda code: code == OK, arrays, traced=traced)
             self.programs[like] = lambda *arguments: run(eqx.filter(arguments, eqx.is_array))
         return self.programs[like]
 
@@ -134,8 +135,14 @@ class Evaluation:
         """At what was traced, before it is compiled."""
         if self.ledger.guessed is not None:
             guessed, self.ledger.guessed = self.ledger.guessed, 0
-            if guessed * self.seeds >= MUCH:
+            if guessed * self.seeds >= MUCH or self.ledger.room:
                 raise Guessed
+
+    def _ask(self, *point: Any) -> list[Need]:
+        like = _alike(point)
+        if like not in self.asks:
+            self.asks[like] = Ask(lambda *point: self.objective(*point)[0], *point)
+        return self.asks[like](*point)
 
     def _fit(self, needs: list[Need]) -> None:
         """Room for digits as it is needed; if it is another than before, what was compiled is forgotten."""
@@ -165,6 +172,12 @@ class Evaluation:
         if failure is not None and self.seeds > 1 and bad.size:
             failure.add_note(f"(seed {bad[0]}, the first of {bad.size} that failed of {self.seeds})")
         return failure
+
+
+def _alike(arguments: Any) -> tuple[Any, ...]:
+    """Equal where a program of the one is one of the other."""
+    leaves, tree = jax.tree.flatten(arguments)
+    return tree, tuple(jax.typeof(x) if eqx.is_array(x) else x for x in leaves)
 
 
 def objective(train_fn: Any, val_fn: Any, monitor_fn: Any = None) -> Callable[[Any, Any, Array], tuple[Array, Array]]:

@@ -168,6 +168,7 @@ class MetaLoop:
         _check_start(folder, learned[0], start.learned)
         self.evaluation.ledger.capacity = folder.run["capacity"]
         self.evaluation.ledger.room = tuple((name, (words, bits)) for name, words, bits in folder.run["room"])
+        self.evaluation.programs.clear()  # those of another start have other room
         if self.meta_steps < len(history):
             return Point(learned[self.meta_steps], start.state), history[: self.meta_steps], True
         try:

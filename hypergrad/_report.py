@@ -57,6 +57,7 @@ class Ledger:
 
     def clear(self) -> None:
         self.statuses, self.norms, self.failure = [], [], None
+        self.guessed = None if self.guessed is None else 0
 
     def summary(self) -> Status | None:
         """The failure, or else the report of the run that stores most bits."""

@@ -48,7 +48,8 @@ class Domain(eqx.Module):
     def _constrain(self, u: Array) -> Array:
         if self.kind == "positive":
             return jnp.exp(u)
-        return at_least(self.low + (self.high - self.low) * jax.nn.sigmoid(u), self.low)
+        x = self.low + (self.high - self.low) * jax.nn.sigmoid(u)
+        return at_least(x, float(np.asarray(self.low, x.dtype)))  # as it is rounded where it is added
 
 
 def positive(x: Any) -> Domain:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hypergrad import _programs as programs
 from hypergrad._report import current_ledger, mask, probing, surface, watched
@@ -44,7 +45,7 @@ class Auto(Adjoint):
     memory_budget: int | str
 
     isolate = None
-    guesses = True
+    guesses = cuts = True
     driver_name = None
 
     def __post_init__(self) -> None:
@@ -146,14 +147,15 @@ def derivative(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> An
     run = dataclasses.replace(run, throw=False, driver="scan", store=None, source=None, progress=None)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), inputs)
     # What is known to begin with zeros is a constant, as in a user's program: XLA sets no room aside for its integers.
-    zeros = tuple(concrete(x) and not jnp.any(x) for x in jax.tree.leaves(inputs.values))
+    zeros = tuple(concrete(x) and not np.any(np.asarray(x)) for x in jax.tree.leaves(inputs.values))
 
     def make() -> Any:
         with own_settings():
             return jax.jit(functools.partial(pulled, adjoint, run, wanted, zeros)).lower(like).compile()
 
     shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(like))
-    setting = current_ledger() is None, watched(), probing()  # who listens is told by the program
+    ledger = current_ledger()  # who listens is told by the program, and says how much room there is
+    setting = None if ledger is None else (ledger.capacity, ledger.room), watched(), probing()
     key = derivative, adjoint, run.bare(), wanted, tuple(map(bool, zeros)), setting, jax.tree.structure(like), shapes
     return programs.kept(key, make)
 

@@ -35,6 +35,7 @@ class Adjoint(abc.ABC):
     buffer: Any = "device"  # where lost digits go: "device", "host", "gmpy2"
     store: Store | None = None  # where those of a segment wait, off the device
     guesses: bool = False  # whether it sets room aside for digits that nobody has counted yet
+    cuts: bool = False  # whether it does so for some steps of a run, and not for all
     driver_name: str | None = "scan"  # what repeats the step: "scan", "host", "host_eager"; None: whichever suits
     progress: Callable[[str, int, int], Any] | None = None  # told by host drivers how far they are
 

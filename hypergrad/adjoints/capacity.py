@@ -1,6 +1,6 @@
 """How many words buffers set aside.
 
-Invariant: a decay that is known or bounded loses no more words than are set aside; of others the status says when they did.
+Invariant: a decay that is known loses no more words than are set aside; of others the status says when they did.
 """
 
 import math
@@ -26,19 +26,21 @@ Given = int | tuple[tuple[str, int], ...] | None  # 32-bit words per parameter, 
 
 def given(capacity: Any) -> Given:
     """`capacity` as users write it, as a value that can be hashed; an error if it is none."""
-    words = capacity.values() if isinstance(capacity, Mapping) else [] if capacity is None else [capacity]
-    if any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in words):
+    rows = capacity.items() if isinstance(capacity, Mapping) else capacity
+    if not isinstance(rows, (tuple, type({}.items()))):
+        rows = [] if capacity is None else [("", capacity)]
+    if any(not isinstance(name, str) or isinstance(x, bool) or not isinstance(x, int) or x < 0 for name, x in rows):
         raise ValueError(
             "`capacity` must be None, a count of 32-bit words per parameter, or such counts by the names of links, "
             f'{{"mean": 4}}; got {capacity!r}.'
         )
-    return tuple(sorted(capacity.items())) if isinstance(capacity, Mapping) else capacity
+    return tuple(sorted(rows)) if isinstance(capacity, (Mapping, tuple)) else capacity
 
 
 def capacities(run: Run, h: list[Hypers], capacity: Given) -> Capacity:
     """Words of the buffer per parameter to allocate, for each link that decays."""
     _check_names(run, capacity)
-    traced = set() if capacity is not None else {(j, link.name) for j, link in traced_decays(run, h)}
+    traced = {(j, link.name) for j, link in traced_decays(run, h) if words_given(link, capacity) is None}
     words: dict[tuple[int, str], int] = {}
     guessed: dict[str, int] = {}  # bytes, by link
     may_change = 0
@@ -58,10 +60,13 @@ def capacities(run: Run, h: list[Hypers], capacity: Given) -> Capacity:
     return tuple(tuple(words.get((j, link.name)) for link in block.chain) for j, block in enumerate(run.blocks))
 
 
+def words_given(link: Link, capacity: Given) -> int | None:
+    return dict(capacity).get(link.name) if isinstance(capacity, tuple) else capacity
+
+
 def lost_of(run: Run, block: Block, link: Link, h: Hypers, capacity: Given) -> tuple[Lost, bool]:
     """What a decay loses, and whether that is known: else it is a guess, until somebody tells."""
-    words = dict(capacity).get(link.name) if isinstance(capacity, tuple) else capacity
-    if words is not None:
+    if (words := words_given(link, capacity)) is not None:
         bits = words * PUBLIC_WORD_BITS
         return Lost(bits // WORD_BITS, bits / run.steps), True
     at = block.chain.index(link)
@@ -74,7 +79,9 @@ def lost_of(run: Run, block: Block, link: Link, h: Hypers, capacity: Given) -> t
     fitted = dict(ledger.room).get(link.name) if ledger is not None else None
     guess = math.ceil(run.steps * link.bits_a_step / WORD_BITS), link.bits_a_step
     lost = Lost(*(guess if fitted is None else fitted))
-    lost = Lost(max(lost.words, told), max(lost.bits, told * WORD_BITS / run.steps))
+    # The last steps alone may lose all of it; of segments, each its share.
+    steps = run.longest if run.store is None and not run.segments else run.steps
+    lost = Lost(max(lost.words, told), max(lost.bits, told * WORD_BITS / steps))
     return (most, True) if most is not None and most.words <= lost.words else (lost, fitted is not None)
 
 

@@ -53,7 +53,7 @@ class Reversible(Adjoint):
     reversed. None: digits of all steps are kept.
     """
 
-    capacity: int | Mapping[str, int] | None = None
+    capacity: int | Mapping[str, int] | Given = None
     fraction_bits: int | None = None
     driver: str | None = None
     buffer: str | Disk = "device"
@@ -77,7 +77,7 @@ class Reversible(Adjoint):
                 raise ValueError("`memory_budget` is for digits on the device: leave out `buffer` and `driver`.")
         if self.progress is not None and (self.driver != "host" or not callable(self.progress)):
             raise ValueError('`progress` is a function of (direction, steps done, steps), and needs driver="host".')
-        given(self.capacity)
+        object.__setattr__(self, "capacity", given(self.capacity))  # a value that can be hashed
         if self.fraction_bits is not None and not 8 <= self.fraction_bits <= 60:
             raise ValueError(f"`fraction_bits` must be from 8 to 60; got {self.fraction_bits!r}.")
 
@@ -90,6 +90,10 @@ class Reversible(Adjoint):
     @property
     def guesses(self) -> bool:  # type: ignore[override]
         return not isinstance(self.capacity, int) and self.buffer in ("device", "host")
+
+    @property
+    def cuts(self) -> bool:  # type: ignore[override]
+        return self.memory_budget is not None or self.store is not None
 
     @property
     def store(self) -> Store | None:  # type: ignore[override]

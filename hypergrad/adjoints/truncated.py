@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from hypergrad.adjoints.base import Adjoint, Cost
-from hypergrad.adjoints.capacity import given
+from hypergrad.adjoints.capacity import Given, given
 from hypergrad.adjoints.reversible import Room, reversed_run
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Outcome
@@ -26,16 +26,17 @@ class Truncated(Adjoint):
     """
 
     last: int
-    capacity: int | Mapping[str, int] | None = None
+    capacity: int | Mapping[str, int] | Given = None
     fraction_bits: int | None = None
     isolate: bool | None = None
 
     exact: ClassVar[bool] = False
+    cuts = True
 
     def __post_init__(self) -> None:
         if isinstance(self.last, bool) or not isinstance(self.last, int) or self.last < 1:
             raise ValueError(f"`last` of hg.Truncated must be an integer of at least 1; got {self.last!r}.")
-        given(self.capacity)
+        object.__setattr__(self, "capacity", given(self.capacity))  # a value that can be hashed
 
     @property
     def guesses(self) -> bool:  # type: ignore[override]
