@@ -122,9 +122,9 @@ def test_the_last_steps_have_the_room_that_they_need(
 
 
 def test_a_bound_holds_where_it_is_rounded() -> None:
-    """0.9 is 0.8984 in bfloat16, of which 2,000 steps lose two words more."""
+    """0.9 is 0.8984 in bfloat16, of which 8,000 steps lose a word more."""
     hypers = jax.tree.map(lambda u: jnp.asarray(u - 50, jnp.bfloat16), {"m": hg.bounded(0.95, 0.9, 0.99)})
-    gradient = jax.jit(jax.grad(lambda h: final(optimizer=hg.SGD(0.1, hg.natural(h)["m"]), steps=2000)))
+    gradient = jax.jit(jax.grad(lambda h: final(optimizer=hg.SGD(0.1, hg.natural(h)["m"]), steps=8000)))
     assert jnp.isfinite(gradient(hypers)["m"].unconstrained)
 
 
@@ -150,17 +150,17 @@ def test_an_adjoint_with_room_by_link_is_a_value() -> None:
 
 def test_starts_are_asked_with_what_is_fixed_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
     def train_fn(h: Any, key: Any) -> Any:
-        return one_run({"m": h["m"] * (0.5 if h["kind"] == "slow" else 1)}, key)
+        return one_run({"m": h["m"] * (0.5 if isinstance(h["kind"], str) else h["kind"])}, key)
 
-    starts = [momentum() | {"kind": hg.fixed(kind)} for kind in ("slow", "fast")]
+    starts = [momentum() | {"kind": hg.fixed(kind)} for kind in (0.5, "slow")]
     learn = lambda: hg.restarts(train_fn, distance, starts, **LOOP)  # noqa: E731
     plain, with_asking = asked(monkeypatch, learn)
     assert [values(x) for x in plain] == [values(x) for x in with_asking]
 
 
 def test_restarts_resume_with_the_room_of_each(tmp_path: pathlib.Path) -> None:
-    """The first outgrows what is guessed: 0.01 loses more than a bit a step."""
-    starts = [momentum(0.01), momentum(0.9)]
+    """The second outgrows what is guessed: 0.01 loses more than a bit a step."""
+    starts = [momentum(0.9), momentum(0.01)]
     learn = lambda steps, **options: hg.restarts(one_run, distance, starts, **LOOP | {"meta_steps": steps}, **options)  # noqa: E731
     expected = learn(3)
     learn(2, checkpoint=tmp_path)
