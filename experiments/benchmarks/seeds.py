@@ -48,8 +48,8 @@ def evaluations(experiment: Experiment, seeds: int) -> dict[str, Callable[[], An
     }
 
 
-def timed(roads: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in roads}
+def timed(roads: dict[Any, Callable[[], Any]], rounds: int) -> dict[Any, list[float]]:
+    seconds: dict[Any, list[float]] = {name: [] for name in roads}
     for road in roads.values():
         road()
     for _ in range(rounds):

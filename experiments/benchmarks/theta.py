@@ -10,7 +10,6 @@ result) does not grow with the steps: the column "a step more" is the difference
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ import optax
 import tyro
 
 import hypergrad as hg
+from experiments.benchmarks.seeds import timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +65,7 @@ def compiled(value: Callable[[Any], Any], theta: Any) -> Callable[[], Any]:
 
 
 def medians(runs: dict[Any, Callable[[], Any]], rounds: int) -> dict[Any, float]:
-    seconds: dict[Any, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
-    for _ in range(rounds):
-        for name, run in runs.items():
-            begin = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    return {name: statistics.median(times) for name, times in timed(runs, rounds).items()}
 
 
 def main(config: Config) -> None:
