@@ -80,6 +80,7 @@ from hypergrad.optimizers import freeze as freeze
 from hypergrad.optimizers import muon_with_adamw as muon_with_adamw
 from hypergrad.optimizers import partition as partition
 from hypergrad.optimizers import with_gradient_link as with_gradient_link
+from hypergrad.run.microbatches import Microbatches as Microbatches
 from hypergrad.schedules import PerStep as PerStep
 from hypergrad.schedules import knots as knots
 

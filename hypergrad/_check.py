@@ -61,6 +61,7 @@ def check_reversal(
     steps: int | None = None,
     state: dict[str, Any] | None = None,
     statistics: Any = None,
+    microbatches: Any = None,
     adjoint: Reversible = Reversible(),  # noqa: B008 (frozen)
 ) -> Certificate:
     """Train, run backwards without derivatives and with all of them, compare every bit; returns a `Certificate`.
@@ -69,7 +70,9 @@ def check_reversal(
     where the derivative of the loss's gradient is not what its program promises; a failed reversal is a result, not an
     error.
     """
-    run, inputs, _ = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, True, statistics)
+    run, inputs, _ = set_up(
+        loss, params, optimizer, batches, theta, steps, state, adjoint, True, statistics, microbatches=microbatches
+    )
     run = dataclasses.replace(settled_driver(run, inputs), watch="states")
     with own_settings():
         plan = run.outside_loop(schedules, inputs.h)

@@ -78,6 +78,7 @@ def plan(
     steps: int | None = None,
     state: dict[str, Any] | None = None,
     statistics: Any = None,
+    microbatches: Any = None,
     adjoint: Adjoint | None = None,
     memory_budget: int | str | None = None,
     measure: bool = True,
@@ -107,7 +108,8 @@ def plan(
 
         def begun(learned: Any, one: Adjoint = one) -> tuple[Run, Inputs]:
             optimizer, theta = eqx.combine(learned, known)
-            return set_up(loss, params, optimizer, batches, theta, steps, state, one, True, statistics)[:2]
+            arguments = loss, params, optimizer, batches, theta, steps, state, one, True, statistics
+            return set_up(*arguments, microbatches=microbatches)[:2]
 
         run, inputs = begun(learned)
         wanted = _wanted(begun, learned)

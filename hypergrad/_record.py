@@ -24,6 +24,7 @@ from jax import Array
 from hypergrad._arrays import largest, unpacked
 from hypergrad._record_files import (
     END,
+    FORMAT,
     NAME,
     End,
     Made,
@@ -68,17 +69,19 @@ def record(
     steps: int | None = None,
     state: dict[str, Any] | None = None,
     statistics: Any = None,
+    microbatches: Any = None,
 ) -> "Record":
     """Train as `hg.train` does, and keep in `folder` what it takes to go back to any step: the end, and the lost digits.
 
     The arguments of `hg.train`, concrete. That is log2(1/decay) bits a parameter and step, 0.152 for a momentum of 0.9. A
-    folder that holds a record of the same run is opened, and nothing is trained: also in another process. Raises what
+    folder that holds a record of the same run is opened, and nothing is trained: also in another process, and with
+    `microbatches` on another number of devices. Raises what
     `hg.train` raises; ValueError for a folder with the record of another run, by what differs; `hg.StorageError` for files
     that cannot be written or were changed. Another version of JAX or another processor is a warning: it may round otherwise,
     and then going back ends in `hg.ReversalError`.
     """
     given = {"params": params, "optimizer": optimizer, "theta": theta, "state": state, "statistics": statistics}
-    made = Made(loss, batches, steps, given)
+    made = Made(loss, batches, steps, given, microbatches)
     path = pathlib.Path(folder)
     if not (path / NAME).exists():
         train_and_keep(made, path)
@@ -95,7 +98,8 @@ class Record:
         about = opened(folder, NAME, LIMIT, lambda content: unsealed(content))
         here = prints_of(run, inputs)
         there, name = about.get("prints"), about.get("words")
-        if not isinstance(there, dict) or there.keys() != here.keys() or not re.fullmatch("words-[0-9a-f]+", str(name)):
+        known = about.get("format") == FORMAT and isinstance(there, dict) and there.keys() == here.keys()
+        if not known or not re.fullmatch("words-[0-9a-f]+", str(name)):
             raise StorageError(f"{folder / NAME} is no record of this version of hypergrad. Record again.")
         compare(folder, there, here)
         with own_settings():

@@ -34,6 +34,7 @@ from hypergrad.run.step import State, final_values, initial_state
 
 
 NAME, END = "record.json", "end.npz"
+FORMAT = 2  # of `prints`, too
 
 
 class Made(NamedTuple):
@@ -43,15 +44,16 @@ class Made(NamedTuple):
     batches: Any
     steps: int | None
     given: dict[str, Any]
+    microbatches: Any = None
 
     def set_up(self, adjoint: Any) -> tuple[Run, Inputs, About]:
         g = self.given
         arguments = self.loss, g["params"], g["optimizer"], self.batches, g["theta"], self.steps, g["state"]
-        return set_up(*arguments, adjoint, True, g["statistics"])
+        return set_up(*arguments, adjoint, True, g["statistics"], microbatches=self.microbatches)
 
     def train(self, given: dict[str, Any], adjoint: Any) -> Trained:
         g, others = {**self.given, **given}, {"theta", "state", "statistics"}
-        options = {name: g[name] for name in others}
+        options = {name: g[name] for name in others} | {"microbatches": self.microbatches}
         return train(self.loss, g["params"], g["optimizer"], self.batches, steps=self.steps, adjoint=adjoint, **options)
 
 
@@ -93,7 +95,7 @@ def _keep(run: Run, inputs: Inputs, folder: pathlib.Path) -> None:
     assert isinstance(words, DiskWords)
     try:
         content = packed({"end": End(end, seen.losses, seen.batches, sizes, jnp.stack(starts))})
-        about = {"format": 1, "words": words.folder.name, "end": digest(content), "prints": prints_of(run, inputs)}
+        about = {"format": FORMAT, "words": words.folder.name, "end": digest(content), "prints": prints_of(run, inputs)}
         write_new(folder / END, content)
         write_new(folder / NAME, sealed(about))
     except OSError as error:

@@ -10,11 +10,14 @@ import pathlib
 import platform
 import re
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Jaxpr, Literal
 
+from hypergrad._program_keys import programs_in
 from hypergrad._settings import own_settings
 from hypergrad.run.forward import steps_of, train_step
 from hypergrad.run.per_step import split
@@ -72,8 +75,8 @@ def _digest(tree: Any) -> str:
 
 
 def _program(run: Run, inputs: Inputs) -> str:
-    """A print of one step of training, as JAX writes it."""
-    inner = dataclasses.replace(run, store=None)
+    """A print of one step of training: the same for any number of devices that microbatches are on."""
+    inner = dataclasses.replace(run, store=None, microbatches=run.microbatches and run.microbatches.alone())
 
     def one(inputs: Inputs) -> Any:
         plan = schedules(inner, inputs.h)
@@ -85,8 +88,29 @@ def _program(run: Run, inputs: Inputs) -> str:
         return train_step(inner, inner.gradient, consts, state, jax.tree.map(lambda x: x[0], xs))[0]
 
     with own_settings():
-        text = str(jax.make_jaxpr(one)(inputs))
+        text = "\n".join(_lines(jax.make_jaxpr(one)(inputs).jaxpr))
     return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()
+
+
+def _lines(program: Jaxpr) -> Iterator[str]:
+    """A program, those inside of it where they are used. JAX writes one that several places share once; which these are
+    depends on what the process has traced before."""
+    number: dict[Any, int] = {}
+
+    def named(xs: Any) -> str:
+        return " ".join(repr(x) if isinstance(x, Literal) else f"{number.setdefault(x, len(number))}:{x.aval}" for x in xs)
+
+    yield f"({named((*program.constvars, *program.invars))})"
+    for e in program.eqns:
+        yield f"{e.primitive} {named(e.invars)} -> {named(e.outvars)}"
+        for name, value in sorted(e.params.items()):
+            if name.endswith("sharding"):
+                continue  # where arrays lie
+            inner = list(programs_in(value))
+            yield f"{name} {'' if inner else value}"
+            for one in inner:
+                yield from _lines(one)
+    yield f"({named(program.outvars)})"
 
 
 def _processor() -> str:

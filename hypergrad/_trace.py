@@ -19,6 +19,7 @@ from hypergrad import _door as door
 from hypergrad import _programs as programs
 from hypergrad._closures import name_in, name_of
 from hypergrad._lapack import one_by_one
+from hypergrad._microbatches import part_of, without_mesh
 from hypergrad._own_rules import is_float, own_rule
 from hypergrad._program_keys import Key, array_key, equations
 from hypergrad._programs import Program
@@ -26,6 +27,7 @@ from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import STATISTICS, Signal
 from hypergrad.optimizers.expand import Hypers
 from hypergrad.run.functions import Frozen, Functions, Signals
+from hypergrad.run.microbatches import Microbatches
 from hypergrad.run.reads import StepTheta, reads_of
 from hypergrad.run.spec import Run
 
@@ -51,9 +53,11 @@ def trace(
     pair: bool = False,
     steps: int = 1,
     whole: bool = False,
+    microbatches: Microbatches | None = None,
 ) -> Traced:
     """Call each function once, under the caller's settings, and see what it computes. pair: whether the loss returns batch
-    statistics, too. steps: of the run, and of each `PerStep` in theta. whole: whether a step must see all of theta."""
+    statistics, too. steps: of the run, and of each `PerStep` in theta. whole: whether a step must see all of theta.
+    microbatches: what the loss sees of a batch; None: all of it."""
     leaves, tree = jax.tree.flatten(params)
     theta, per_step = door.theta_by_steps(theta, steps)
     (theta_floats, theta_others), whole_theta = _split(theta, eqx.is_inexact_array)
@@ -91,8 +95,10 @@ def trace(
     of_step = [
         jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if own else x for x, own in zip(theta_floats, per_step, strict=True)
     ]
-    arguments = leaves, of_step, theta_others, batch.out
-    program, of_loss = programs.trace(value, *arguments)
+    seen = batch.out if microbatches is None else part_of(microbatches, jax.tree.unflatten(structure, batch.out))
+    arguments = leaves, of_step, theta_others, seen
+    with without_mesh(microbatches):
+        program, of_loss = programs.trace(value, *arguments)
     captured = tuple(isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact) for x in of_loss)
     of_signals: Signals | None = None
     held_by_signals: list[Any] = []
@@ -100,7 +106,7 @@ def trace(
         of_signals, held_by_signals = _signals(more, (*arguments, _KEY), tuple(signals), of_loss, captured)
     sizes = len(leaves), len(theta_floats), len(theta_others), len(jax.tree.leaves(batch.out))
     # A signal takes what the loss takes; a step's own leaf is small.
-    found = reads_of(program, sizes, [own or bool(signals) or whole for own in per_step], captured)
+    found = reads_of(program, sizes, [own or bool(signals or microbatches) or whole for own in per_step], captured)
     functions = Functions(
         batch,
         Program(one_by_one(found.loss.jaxpr), program.key, program.out),
@@ -124,7 +130,7 @@ def trace(
         *(f"{name_in(batches, x)} of `{name_of(batches)}`" for x in of_batch),
         *_paths("batches", batches, eqx.is_array),
     )
-    return Traced(functions, floats, frozen, names, program.out, given, arguments[1:])
+    return Traced(functions, floats, frozen, names, program.out, given, (*arguments[1:3], batch.out))
 
 
 _KEY = jax.eval_shape(lambda: jax.random.key(0))

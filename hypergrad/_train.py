@@ -14,6 +14,7 @@ from hypergrad import _door as door
 from hypergrad import _programs as programs
 from hypergrad._meshes import reject_explicit
 from hypergrad._metrics import CALL, measured
+from hypergrad._microbatches import check_loss, check_rule, spread
 from hypergrad._needs import asking, untrained
 from hypergrad._program_keys import contains
 from hypergrad._report import mask, surface
@@ -31,6 +32,7 @@ from hypergrad.optimizers.partition import Layer
 from hypergrad.optimizers.statistics import Statistics
 from hypergrad.optimizers.weights import weights_after
 from hypergrad.run.functions import Functions
+from hypergrad.run.microbatches import Microbatches
 from hypergrad.run.per_step import one_step
 from hypergrad.run.spec import Inputs, Labels, Run
 from hypergrad.run.status import Outcome
@@ -59,6 +61,7 @@ def train(
     state: dict[str, Any] | None = None,
     statistics: Any = None,
     metric: Callable[..., Any] | None = None,
+    microbatches: int | Microbatches | None = None,
     adjoint: Adjoint = Reversible(),  # noqa: B008 (frozen)
     throw: bool = True,
 ) -> Trained:
@@ -71,7 +74,9 @@ def train(
     statistics: running means: `hg.Statistics(values, decay)`, or the initial values alone; the loss then returns (float
     scalar, evidence), evidence being a pytree like the values. metric: a pure function (params, theta, batch, state,
     hypers) -> pytree of float scalars, measured at each step before its update, `Trained.metrics`; state: accumulators,
-    {link: like params}; hypers: the optimizer, with the step's own of what is `PerStep`. adjoint: how the derivative is
+    {link: like params}; hypers: the optimizer, with the step's own of what is `PerStep`. microbatches: in how many parts of
+    as many rows each batch is cut; its loss is then the mean of theirs, and gradients are rounded to 2^-86 and added as
+    integers: the same bits for any number of devices that divides it (`hg.Microbatches`), in the memory of one. adjoint: how the derivative is
     computed; the forward numbers are the same bit for bit. throw: raise a `HypergradError` when the run goes wrong (under
     jit and vmap: from the compiled code); otherwise look at `Trained.status`.
 
@@ -79,7 +84,9 @@ def train(
     operations and shapes finds the old one, and a loss that reads something else by now is another. Composes with jax.grad
     (params, optimizer, theta, state, statistics in; params, losses, metrics, state, statistics out), jax.jit and jax.vmap.
     """
-    run, inputs, about = set_up(loss, params, optimizer, batches, theta, steps, state, adjoint, throw, statistics, metric)
+    run, inputs, about = set_up(
+        loss, params, optimizer, batches, theta, steps, state, adjoint, throw, statistics, metric, microbatches
+    )
     outcome = untrained(adjoint, run, inputs) if asking() else adjoint.run(run, inputs)
     ok = surface(outcome.status, throw)
     return put_together(run, about, outcome, run.steps, state, ok)
@@ -119,6 +126,7 @@ def set_up(
     throw: bool,
     statistics: Any = None,
     metric: Any = None,
+    microbatches: Any = None,
 ) -> tuple[Run, Inputs, About]:
     """Check every argument and take the run apart into what is fixed and what flows."""
     door.check_kinds(loss, optimizer, batches, adjoint)
@@ -133,9 +141,11 @@ def set_up(
     source = batches if isinstance(batches, HostBatches) else None
     if source is not None:
         batches = full_batch(source.first)  # its place, where the driver puts the others
-    traced = trace(
-        loss, params, theta, batches, optimizer.signals, pair=means is not None, steps=steps, whole=metric is not None
-    )
+    parts = spread(microbatches, batches, (params, theta, optimizer))
+    check_rule(parts, optimizer.signals)
+    options: Any = {"pair": means is not None, "steps": steps, "whole": metric is not None, "microbatches": parts}
+    traced = trace(loss, params, theta, batches, optimizer.signals, **options)
+    check_loss(parts, traced.functions.loss.jaxpr)
     value = traced.returned if means is None else door.check_evidence(traced.returned, means.values)
     door.check_loss_value(value, theta, steps)
     out = lay_out(optimizer, params, steps, state, adjoint.fraction_bits, unbounded=adjoint.buffer == "gmpy2")
@@ -168,6 +178,7 @@ def set_up(
         progress=adjoint.progress,
         store=adjoint.store,
         retries=adjoint.isolate is None,
+        microbatches=parts,
     )
     run = with_foreign(run, values, of_one_step, seen)
     return (

@@ -63,7 +63,8 @@ class Status(eqx.Module):
 
     code: int32, 0 = fine; step, place: int32, where first (-1: does not apply); magnitude: float32, the value found;
     words: int32, 32-bit buffer words a parameter needs; bits, ideal_bits: float32, per parameter and step, stored
-    and log2(1/rho); names: what `place` indexes; approximate: what the derivative leaves out by choice, a phrase each.
+    and log2(1/rho); names: what `place` indexes; approximate: what the derivative leaves out by choice, a phrase each;
+    microbatches: how many gradients were added on a grid, if any.
     """
 
     code: Array
@@ -80,6 +81,7 @@ class Status(eqx.Module):
     quanta: Array | float = 0.0  # how many of the grid's quanta they are
     faint: Array | float = 0.0  # the largest derivative in float16 results, where it has lost digits; 0: it has not
     approximate: tuple[str, ...] = eqx.field(static=True, default=())
+    microbatches: int = eqx.field(static=True, default=0)
 
     @property
     def ok(self) -> Array:
@@ -99,9 +101,14 @@ class Status(eqx.Module):
             case 2 if step < 0:
                 return f"{where} is NaN or infinite before the first step. Look at how it is initialized."
             case 2:
+                added = (
+                    f" As microbatches={self.microbatches} are added on a grid, what is above {2**22:,} in the gradient of one "
+                    "counts as infinite, too."
+                )
                 return (
                     f"{where} became NaN or infinite{at}. Training diverged, or a hyperparameter or the loss is not finite: "
                     "lower the learning rate, clip the gradient, or check the loss for log(0), sqrt(0) and 0/0."
+                    f"{added if self.microbatches else ''}"
                 )
             case 3:
                 return (

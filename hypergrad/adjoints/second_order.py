@@ -22,10 +22,11 @@ from jax import Array
 from hypergrad._isolation import barrier, isolated
 from hypergrad._settings import own_settings
 from hypergrad.errors import HypergradError
+from hypergrad.exact import SUM_BITS
 from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import GRADIENT
 from hypergrad.run.functions import Frozen
-from hypergrad.run.spec import Run
+from hypergrad.run.spec import LOSS_BITS, Run
 from hypergrad.run.step import Signals
 
 
@@ -45,6 +46,8 @@ class Products(NamedTuple):
     theta: list[Array]  # (d_theta g)^T u, of the wanted leaves; likewise
     asymmetry: Array | None = None  # `_asymmetry`: float32 [3], where somebody watches and J passes as symmetric
 
+
+PRODUCT_BITS = 24  # of sums of products with cotangents of at most 2^-6: below 2^38, each rounded to 2^-70
 
 FirstOrder = Callable[[list[Array], list[Array], list[Array], Frozen, list[Any]], tuple[Any, Any]]
 
@@ -89,29 +92,39 @@ def products(
     """u: the cotangent of the `joined` gradient; dloss: of the loss; push: of the batch statistics, none where nobody
     differentiates what they come to. The last two count where J need not be symmetric. Both results are joined, too."""
     symmetric = run.functions.symmetric
+    theta, frozen, batch = rest
     push = [] if symmetric else push
-
-    def field(w: list[Array], these: list[Array]) -> Any:
-        (g, g_theta), (value, seen) = gradients(w, these, *rest)
-        return (g, value, seen if push else []), (g_theta, seen)
-
-    asymmetry = None
     with jax.enable_x64(run.x64):
         cotangents, unscaled = _scaled(run, [*u, jnp.zeros(()) if dloss is None else dloss, *push])
         u, dloss, push = cotangents[: len(u)], cotangents[len(u)], cotangents[len(u) + 1 :]
         u = barrier([x.astype(y.dtype) for x, y in zip(run.split(u), w, strict=True)])
-        if symmetric:
-            f = lambda w: gradients(w, these, *rest)  # noqa: E731
-            (g, g_theta), (hu, cross), (value, seen) = barrier(jax.jvp(f, (w,), (u,), has_aux=True))
-            if run.watch and run.watch != "growth":
-                pushed = lambda w: jax.jvp(f, (w,), (u,), has_aux=True)[1]  # noqa: E731
-                pulled = lambda w: jax.vjp(field, w, these, has_aux=True)[1]((u, jnp.zeros_like(value), []))  # noqa: E731
-                near = [x * (1 + 4 * jnp.finfo(x.dtype).eps) for x in w]
-                asymmetry = _asymmetry(((hu, cross), pulled(w)), (pushed(near), pulled(near)))
-        else:
-            (g, value, _), pull, (g_theta, seen) = jax.vjp(field, w, these, has_aux=True)
-            back = pull((u, dloss.astype(value.dtype), push))
-            g, (hu, cross), g_theta, value, seen = barrier((g, back, g_theta, value, seen))
+
+    def of_part(shared: Any, batch: list[Any]) -> Any:
+        w, these, theta, frozen, u, dloss, push = shared
+        rest = theta, frozen, batch
+        asymmetry = None
+
+        def field(w: list[Array], these: list[Array]) -> Any:
+            (g, g_theta), (value, seen) = gradients(w, these, *rest)
+            return (g, value, seen if push else []), (g_theta, seen)
+
+        with jax.enable_x64(run.x64):
+            if symmetric:
+                f = lambda w: gradients(w, these, *rest)  # noqa: E731
+                (g, g_theta), (hu, cross), (value, seen) = barrier(jax.jvp(f, (w,), (u,), has_aux=True))
+                if run.watch and run.watch != "growth":
+                    pushed = lambda w: jax.jvp(f, (w,), (u,), has_aux=True)[1]  # noqa: E731
+                    pulled = lambda w: jax.vjp(field, w, these, has_aux=True)[1]((u, jnp.zeros_like(value), []))  # noqa: E731
+                    near = [x * (1 + 4 * jnp.finfo(x.dtype).eps) for x in w]
+                    asymmetry = _asymmetry(((hu, cross), pulled(w)), (pushed(near), pulled(near)))
+            else:
+                (g, value, _), pull, (g_theta, seen) = jax.vjp(field, w, these, has_aux=True)
+                back = pull((u, dloss.astype(value.dtype), push))
+                g, (hu, cross), g_theta, value, seen = barrier((g, back, g_theta, value, seen))
+        return value, (g, seen), (g_theta, hu, cross, asymmetry)
+
+    bits, shared = (LOSS_BITS, SUM_BITS, PRODUCT_BITS), (w, these, theta, frozen, u, dloss, push)
+    value, (g, seen), (g_theta, hu, cross, asymmetry) = run.over_parts(of_part, bits, shared, batch)
     found = Gradients(value, seen, run.joined(t, g), g_theta)
     return found, Products(unscaled(run.joined(t, hu)), unscaled(cross), asymmetry)
 
@@ -159,13 +172,13 @@ def accumulator(x: Array) -> Any:
 
 def _scaled(run: Run, u: list[Array]) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
     """(u times a power of two, what divides by it again, as `accumulator`s). Only where the loss computes in float16 or
-    less.
+    less, or where products are summed on a grid.
 
     The largest entry becomes 2^-6, where float16 has as many exponents below as above. Without it what passes back through
     float16 is zero below 6e-8 and infinite above 65504, in whatever unit the validation loss is counted.
     """
     wide = lambda xs: [x.astype(accumulator(x)) for x in xs]  # noqa: E731
-    if not run.functions.narrow or not u:
+    if not (run.functions.narrow or run.microbatches) or not u:
         return u, wide
     largest = jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(u[0].dtype) for x in u]).max()
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1))
@@ -225,16 +238,25 @@ def _pulled(
     push: list[Array],
     w: list[Array],
     theta: list[Array],
-    *rest: Any,
+    frozen: Frozen,
+    batch: list[Any],
 ) -> Products:
-    """The vjp of function(w, theta, *rest) along push, in w and in the wanted leaves of theta."""
+    """The vjp of function(w, theta, frozen, batch) along push, in w and in the wanted leaves of theta."""
 
-    def pulled(push: list[Array], w: list[Array], theta: list[Array], *rest: Any) -> Any:
-        of_these = lambda w, these: function(w, merged(wanted, these, theta), *rest)  # noqa: E731
-        _, vjp = jax.vjp(of_these, w, chosen(wanted, theta))
+    def pulled(push: list[Array], w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]) -> Any:
         with jax.enable_x64(run.x64):
             push, unscaled = _scaled(run, push)
-            return [unscaled(x) for x in vjp(push)]
 
-    dw, dtheta = isolated(t, pulled, push, w, theta, *rest)
+        def of_part(shared: Any, batch: list[Any]) -> Any:
+            push, w, theta, frozen = shared
+            of_these = lambda w, these: function(w, merged(wanted, these, theta), frozen, batch)  # noqa: E731
+            _, vjp = jax.vjp(of_these, w, chosen(wanted, theta))
+            with jax.enable_x64(run.x64):
+                return vjp(push)
+
+        found = run.over_parts(of_part, PRODUCT_BITS, (push, w, theta, frozen), batch)
+        with jax.enable_x64(run.x64):
+            return [unscaled(x) for x in found]
+
+    dw, dtheta = isolated(t, pulled, push, w, theta, frozen, batch)
     return Products(run.joined(t, dw), dtheta)

@@ -32,6 +32,9 @@ from hypergrad.exact.ratio import substitute as substitute
 from hypergrad.exact.ratio import to_ratio as to_ratio
 from hypergrad.exact.reference import Digits as Digits
 from hypergrad.exact.reference import Reference as Reference
+from hypergrad.exact.sums import SUM_BITS as SUM_BITS
+from hypergrad.exact.sums import TERMS as TERMS
+from hypergrad.exact.sums import Sum as Sum
 
 
 HEADS, DEFERRED = HeadsAndWords(), Deferred()

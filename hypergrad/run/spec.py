@@ -17,18 +17,20 @@ from jax import Array
 from hypergrad import _programs as programs
 from hypergrad._isolation import barrier, isolated, wanting
 from hypergrad.batches import HostBatches
-from hypergrad.exact import Schedule
+from hypergrad.exact import SUM_BITS, Schedule
 from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import GRADIENT, STATISTICS
 from hypergrad.optimizers.expand import Hypers, link_numerators
 from hypergrad.optimizers.transform import Transform
 from hypergrad.run import drivers
 from hypergrad.run.functions import Frozen, Functions
+from hypergrad.run.microbatches import Microbatches
 from hypergrad.run.pieces import alone
 from hypergrad.run.stores import Store
 
 
 STORED = 256  # steps of a segment whose words go elsewhere
+LOSS_BITS = 16  # of means of losses: below 2^46, rounded to 2^-62
 
 
 class Inputs(NamedTuple):
@@ -70,6 +72,7 @@ class Run:
     ]  # of each block and link, which of the schedules its buffer has; None: no decay
     foreign: Hashable = None  # what the functions of rules that are not the library's compute today
     collective: bool = False  # whether these speak of an axis that a `jax.vmap` around the run has named
+    microbatches: Microbatches | None = None  # what the gradient of a batch is the mean over; None: it is computed at once
     statistics_tree: Any = None  # of the statistics, as a rule reads them
     watch: str = ""  # what else the reverse pass gives of each step: "norms" of its cotangents, "growth", "states"
     source: HostBatches | None = None  # of batches that Python loads, for host drivers
@@ -188,9 +191,19 @@ class Run:
         self, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]
     ) -> tuple[Array, list[Array], list[Array]]:
         """(loss, gradient in w, batch statistics), the last two bit for bit the same in every pass: if all are used."""
-        with jax.enable_x64(self.x64):
-            (value, seen), g = jax.value_and_grad(self.value, has_aux=True)(w, theta, frozen, batch)
-        return value, *barrier((g, seen))
+
+        def at_once(shared: Any, batch: list[Any]) -> tuple[Array, list[Array], list[Array]]:
+            with jax.enable_x64(self.x64):
+                (value, seen), g = jax.value_and_grad(self.value, has_aux=True)(*shared, batch)
+            return value, *barrier((g, seen))
+
+        return self.over_parts(at_once, (LOSS_BITS, SUM_BITS, SUM_BITS), (w, theta, frozen), batch)
+
+    def over_parts(self, function: Callable[..., Any], bits: Any, shared: Any, batch: list[Any]) -> Any:
+        """function(shared, batch), or its mean over microbatches; bits: of their sums."""
+        if self.microbatches is None:
+            return function(shared, batch)
+        return self.microbatches.mean(function, bits, shared, batch)
 
     def isolated_gradient(
         self, gradient: Callable[..., Any], t: Array, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]

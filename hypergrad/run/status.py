@@ -71,6 +71,7 @@ def assess(
     return Status(
         as_int(code), as_int(step), as_int(place), as_float(value), words, as_float(bits), as_float(ideal),
         run.labels.places, run.labels.limits, jnp.bool_(False), *small, jnp.float32(0), run.labels.approximate,
+        0 if run.microbatches is None else run.microbatches.count,
     )  # fmt: skip
 
 

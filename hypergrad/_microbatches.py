@@ -1,0 +1,133 @@
+"""Microbatches at the door: into how many parts a batch is cut, and over which devices of which mesh they are spread.
+
+Invariant: what passes can be cut, part by part of one shape, and its devices have as many parts each.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh, NamedSharding
+
+from hypergrad._program_keys import equations
+from hypergrad.exact import TERMS
+from hypergrad.hypers import describe
+from hypergrad.run.microbatches import Microbatches
+
+
+def spread(given: Any, batches: Any, others: Any) -> Microbatches | None:
+    """What `microbatches` of `hg.train` says, with the mesh and its axis. others: all else that may lie on a mesh."""
+    if given is None:
+        return None
+    asked = given if isinstance(given, Microbatches) else Microbatches(given)
+    count = asked.count
+    if isinstance(count, bool) or not isinstance(count, (int, np.integer)):
+        raise TypeError(f"`microbatches` must be an int, or hg.Microbatches(count, axis, mesh); got {describe(given)}.")
+    if not 1 <= count <= TERMS:
+        raise ValueError(f"`microbatches` must be from 1 to {TERMS}; got {count}.")
+    mesh = asked.mesh if asked.mesh is not None else _mesh(batches, others)
+    if mesh is None or mesh.empty or mesh.size == 1:
+        if asked.axis is not None:
+            raise ValueError(
+                f"hg.Microbatches(axis={asked.axis!r}) names an axis, and there is no mesh: none is in force (jax.set_mesh), "
+                "and no array lies on one. Pass mesh=, which jax.jit asks for in any case, or leave the axis out."
+            )
+        return Microbatches(int(count))
+    found = Microbatches(int(count), asked.axis or _axis(mesh, batches), mesh)
+    names = (found.axis,) if isinstance(found.axis, str) else tuple(found.axis or ())
+    for name in names:
+        if name not in mesh.axis_names:
+            raise ValueError(f"hg.Microbatches(axis={name!r}): the mesh has the axes {mesh.axis_names}.")
+    if count % found.devices:
+        raise ValueError(
+            f"microbatches={count} do not divide among the {found.devices} devices along {found.axis!r}: each has as many. "
+            f"Take a multiple of {found.devices}."
+        )
+    return found
+
+
+def part_of(microbatches: Microbatches, batch: Any) -> list[jax.ShapeDtypeStruct]:
+    """The leaves of a microbatch, of those of a batch as they are traced."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    rows = next((x.shape[0] for _, x in leaves if x.shape), None)
+    if rows is None:
+        raise ValueError(
+            f"microbatches={microbatches.count} cut a batch by rows, and this one has none: {describe(batch)}. Leave "
+            "`microbatches` out."
+        )
+    for path, x in leaves:
+        if x.shape and x.shape[0] != rows:
+            raise ValueError(
+                f"microbatches={microbatches.count} cut all arrays of a batch by rows: "
+                f"batch{jax.tree_util.keystr(path)} has shape {x.shape}, and others have {rows} rows. What all rows share "
+                "goes through theta, or into the loss; a random key must be a typed one (jax.random.key), of which each "
+                "microbatch gets its own."
+            )
+    if rows % microbatches.count:
+        divisors = [d for d in range(1, rows + 1) if rows % d == 0]
+        raise ValueError(
+            f"microbatches={microbatches.count} do not divide the {rows} rows of a batch. They would be of other sizes; "
+            f"take one of {', '.join(map(str, divisors[:12]))}{', ...' if len(divisors) > 12 else ''}."
+        )
+    cut = lambda x: x.shape and (rows // microbatches.count, *x.shape[1:])  # noqa: E731
+    return [jax.ShapeDtypeStruct(cut(x), x.dtype) for _, x in leaves]
+
+
+def without_mesh(microbatches: Microbatches | None) -> contextlib.AbstractContextManager[Any]:
+    """In which a loss is traced. A program remembers the mesh in force, and a device that computes its microbatches alone is
+    on none."""
+    if microbatches is None or microbatches.devices == 1:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+def check_rule(microbatches: Microbatches | None, signals: Mapping[str, Any]) -> None:
+    if microbatches is not None and signals:
+        names = ", ".join(map(repr, signals))
+        raise ValueError(
+            f"`optimizer` reads more of a batch than its gradient ({names}), which is not computed by microbatches. Leave "
+            "`microbatches` out, or take a rule that reads the gradient alone, such as hg.AdamW."
+        )
+
+
+def check_loss(microbatches: Microbatches | None, loss: Jaxpr) -> None:
+    if microbatches is not None and microbatches.devices > 1 and any(e.primitive.name == "shard_map" for e in equations(loss)):
+        raise ValueError(
+            f"`loss` divides its work among devices itself (jax.shard_map), and microbatches={microbatches.count} are spread "
+            f"over {microbatches.axis!r}: each device computes its own, whole. Write the loss of rows, without shard_map and "
+            "psum; or leave `microbatches` out."
+        )
+
+
+def _mesh(batches: Any, others: Any) -> Any:
+    """The mesh in force, or that of the first array on one whose value is known; None: there is none."""
+    in_force = jax.sharding.get_abstract_mesh()
+    if not in_force.empty:
+        return in_force
+    return next((s.mesh for tree in (batches, others) for s in _shardings(tree)), None)
+
+
+def _axis(mesh: Any, batches: Any) -> str | tuple[str, ...]:
+    """The axis of the mesh along which the batches are divided, or the only one that divides anything."""
+    used = {names for s in _shardings(batches) for names in s.spec if names is not None}
+    used = used or {name for name in mesh.axis_names if mesh.shape[name] > 1}
+    if len(used) != 1:
+        raise ValueError(
+            f"`microbatches` do not know which axis of the mesh to be spread along: it has {mesh.axis_names}. Name it: "
+            f"hg.Microbatches(count, axis={mesh.axis_names[0]!r})."
+        )
+    return used.pop()
+
+
+def _shardings(tree: Any) -> list[NamedSharding]:
+    """Of the arrays whose values are known and that lie on a mesh of several devices."""
+    found = []
+    for x in jax.tree.leaves(tree):
+        while isinstance(x, jax.core.Tracer) and hasattr(x, "primal"):  # of a `jax.grad` outside of `jax.jit`
+            x = x.primal
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
+            found.append(x.sharding)
+    return [s for s in found if s.mesh.size > 1]
