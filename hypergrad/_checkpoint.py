@@ -8,6 +8,8 @@ and of itself, and what does not match is not used.
     point-<k>-<token>.npz  hypers and meta-optimizer state that meta-step k starts from, for k = n and n - 1
     run-<k>-<token>.json   run.json as it was after k meta-steps, for k = n - 1
 
+Of several processes (`_processes`) the first writes, and all read: the folder is one that all of them see.
+
 The token is that of the owner that wrote the file (`_folder_owner`). A name that is taken is passed by: hypers then bear a
 token too.
 """
@@ -24,6 +26,7 @@ import jax.numpy as jnp
 from hypergrad._arrays import largest, packed, unpacked
 from hypergrad._descent import Point
 from hypergrad._folder_owner import Owner
+from hypergrad._processes import in_first, is_first
 from hypergrad._run_record import PASSING, RUN, Run, environment, file_entry, read_record
 from hypergrad._safe_files import Damaged, digest, read, sealed
 
@@ -36,6 +39,7 @@ class Folder:
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise ValueError(f"`checkpoint` must be a folder; {self.path} is a file.")
         self.owner: Owner | None = None
+        self.claimed = False  # by the first process, on behalf of all
         self.content, self.run = read_record(self.path, run)
 
     def __enter__(self) -> "Folder":
@@ -64,6 +68,12 @@ class Folder:
 
     def claim(self) -> None:
         """Become the only one who writes here, and read what there is by then."""
+        in_first(self._claim)
+        self.claimed = True
+        if not is_first():
+            self.read_again()
+
+    def _claim(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.owner = Owner(self.path)
@@ -79,10 +89,13 @@ class Folder:
 
     def check(self) -> None:
         """ValueError if the folder has gone over to another process."""
-        self._owned.check()
+        in_first(lambda: self._owned.check())
 
     def save(self, hypers: Any, before: Any, point: Point, records: dict[str, Any]) -> None:
         """Commit one more meta-step: its hypers and those before it, the point after it, the records of all "steps"."""
+        in_first(lambda: self._save(hypers, before, point, records))
+
+    def _save(self, hypers: Any, before: Any, point: Point, records: dict[str, Any]) -> None:
         n = len(records["steps"])
         kept = [*self.run["hypers"][: n - 1], self._keep_hypers(n - 1, _hypers_content(hypers, before))]
         points = [file for file in self.run["points"] if file["step"] == n - 1]
@@ -124,7 +137,7 @@ class Folder:
         try:
             return self._point(self.done, start), self.done
         except Damaged as error:
-            if self.owner is None:
+            if not self.claimed:
                 raise
             why = error
         try:

@@ -19,6 +19,7 @@ from hypergrad import _programs as programs
 from hypergrad._average import Evaluated, averaged
 from hypergrad._door import calling, check_signature
 from hypergrad._needs import MUCH, Ask, Guessed, Need, fitted
+from hypergrad._processes import several
 from hypergrad._report import Ledger, listen
 from hypergrad.batches import check_key
 from hypergrad.errors import BUFFER_FULL, ISOLATED, OK, REVERSAL, HypergradError, NonFiniteError
@@ -86,7 +87,8 @@ class Evaluation:
         return one(key) if self.seeds == 1 else jnp.mean(jax.vmap(one)(jax.random.split(key, self.seeds)))
 
     def _side_by_side(self, learned: Any, fixed: Any, keys: Array) -> list[Any]:
-        workers = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+        # Threads would come to what several processes do together in another order in each.
+        workers = (os.cpu_count() or 1) if jax.default_backend() == "cpu" and not several() else 1
         size = -(-self.seeds // (2 * workers)) if workers > 1 else self.seeds
         padded = keys[np.arange(-(-self.seeds // size) * size) % self.seeds]
         groups = [padded[i : i + size] for i in range(0, len(padded), size)]

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
+from hypergrad._placement import sharding_of
+
 
 _CURE = (
     "hg.train leaves it to the compiler how integers and buffers are divided. Make the mesh with automatic axes: "
@@ -28,11 +30,7 @@ def reject_explicit(given: dict[str, Any]) -> None:
 
 def _explicit_axes(x: Any) -> tuple[str, ...]:
     """Of an array whose value is known; under `jax.jit` JAX keeps the types itself, and it may go well."""
-    while isinstance(x, jax.core.Tracer) and hasattr(x, "primal"):  # of a `jax.grad` outside of `jax.jit`
-        x = x.primal
-    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
-        return ()
-    return _explicit(getattr(x.sharding, "mesh", None))
+    return _explicit(getattr(sharding_of(x), "mesh", None))
 
 
 def _explicit(mesh: Any) -> tuple[str, ...]:

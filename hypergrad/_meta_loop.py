@@ -159,7 +159,7 @@ class MetaLoop:
 
     def _resume(self, folder: Folder, start: Point, fixed: Any) -> tuple[Point, list[MetaStep], bool]:
         """Where the folder's run stands, checked: (point, history, whether a callback stopped it)."""
-        if folder.owner is None and not self._is_finished(folder):
+        if not folder.claimed and not self._is_finished(folder):
             folder.claim()  # and if there is nothing to write, a folder that cannot be written to is as good
         if not folder.done:
             return start, [], False

@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
+from hypergrad._placement import mesh_in_force, sharding_of
 from hypergrad._program_keys import equations
 from hypergrad.exact import TERMS
 from hypergrad.hypers import describe
@@ -94,7 +95,11 @@ def check_rule(microbatches: Microbatches | None, signals: Mapping[str, Any]) ->
 
 
 def check_loss(microbatches: Microbatches | None, loss: Jaxpr) -> None:
-    if microbatches is not None and microbatches.devices > 1 and any(e.primitive.name == "shard_map" for e in equations(loss)):
+    if (
+        microbatches is not None
+        and microbatches.devices > 1
+        and any(e.primitive.name == "shard_map" for e in equations(loss))
+    ):
         raise ValueError(
             f"`loss` divides its work among devices itself (jax.shard_map), and microbatches={microbatches.count} are spread "
             f"over {microbatches.axis!r}: each device computes its own, whole. Write the loss of rows, without shard_map and "
@@ -104,10 +109,7 @@ def check_loss(microbatches: Microbatches | None, loss: Jaxpr) -> None:
 
 def _mesh(batches: Any, others: Any) -> Any:
     """The mesh in force, or that of the first array on one whose value is known; None: there is none."""
-    in_force = jax.sharding.get_abstract_mesh()
-    if not in_force.empty:
-        return in_force
-    return next((s.mesh for tree in (batches, others) for s in _shardings(tree)), None)
+    return mesh_in_force() or next((s.mesh for tree in (batches, others) for s in _shardings(tree)), None)
 
 
 def _axis(mesh: Any, batches: Any) -> str | tuple[str, ...]:
@@ -123,11 +125,4 @@ def _axis(mesh: Any, batches: Any) -> str | tuple[str, ...]:
 
 
 def _shardings(tree: Any) -> list[NamedSharding]:
-    """Of the arrays whose values are known and that lie on a mesh of several devices."""
-    found = []
-    for x in jax.tree.leaves(tree):
-        while isinstance(x, jax.core.Tracer) and hasattr(x, "primal"):  # of a `jax.grad` outside of `jax.jit`
-            x = x.primal
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
-            found.append(x.sharding)
-    return [s for s in found if s.mesh.size > 1]
+    return [s for s in map(sharding_of, jax.tree.leaves(tree)) if s is not None]

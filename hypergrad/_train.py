@@ -75,7 +75,7 @@ def train(
     scalar, evidence), evidence being a pytree like the values. metric: a pure function (params, theta, batch, state,
     hypers) -> pytree of float scalars, measured at each step before its update, `Trained.metrics`; state: accumulators,
     {link: like params}; hypers: the optimizer, with the step's own of what is `PerStep`. microbatches: in how many parts of
-    as many rows each batch is cut; its loss is then the mean of theirs, and gradients are rounded to 2^-86 and added as
+    as many rows each batch is cut; its loss is then the mean of theirs, and gradients are rounded to 2^-72 and added as
     integers: the same bits for any number of devices that divides it (`hg.Microbatches`), in the memory of one. adjoint: how the derivative is
     computed; the forward numbers are the same bit for bit. throw: raise a `HypergradError` when the run goes wrong (under
     jit and vmap: from the compiled code); otherwise look at `Trained.status`.

@@ -47,7 +47,7 @@ class Products(NamedTuple):
     asymmetry: Array | None = None  # `_asymmetry`: float32 [3], where somebody watches and J passes as symmetric
 
 
-PRODUCT_BITS = 24  # of sums of products with cotangents of at most 2^-6: below 2^38, each rounded to 2^-70
+PRODUCT_BITS = 14  # of means of products with cotangents of at most 2^-6: below 2^32, rounded to 2^-62
 
 FirstOrder = Callable[[list[Array], list[Array], list[Array], Frozen, list[Any]], tuple[Any, Any]]
 

@@ -34,6 +34,7 @@ from hypergrad.exact.reference import Digits as Digits
 from hypergrad.exact.reference import Reference as Reference
 from hypergrad.exact.sums import SUM_BITS as SUM_BITS
 from hypergrad.exact.sums import TERMS as TERMS
+from hypergrad.exact.sums import Offsets as Offsets
 from hypergrad.exact.sums import Sum as Sum
 
 

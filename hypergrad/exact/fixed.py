@@ -125,7 +125,10 @@ class Fixed(NamedTuple):
         per_unit: Any = 2.0**fraction_bits if self.scale is None else self.scale[1] * 2.0**fraction_bits
         if self.low is None:
             return jnp.round(increment * per_unit).astype(jnp.int64), None
-        return two_limbs(increment, per_unit)
+        # Rounded once, to 2^-(fraction_bits + 46). All else is exact, whatever a compiler contracts.
+        quanta = jnp.round(increment.astype(jnp.float64) * (per_unit * 2.0**LOW_BITS))
+        whole = jnp.floor(quanta * 2.0**-LOW_BITS)
+        return whole.astype(jnp.int64), nearest(quanta - whole * 2.0**LOW_BITS)
 
     def split(self, k: int) -> tuple["Fixed", Array]:
         """(self div 2^k, self mod 2^k) in quanta of the last limb; k <= 16 if there are two."""
@@ -177,7 +180,8 @@ class Fixed(NamedTuple):
         if not z.size:
             return Overflow(jnp.int32(STEPS), jnp.float32(0), jnp.int32(0))
         index = jax.lax.argmax((z >> 32).astype(jnp.int32), 0, jnp.int32)  # in 32 bits: it is lowered outside of x64
-        found = z[index]
+        # Not z[index]: of what is divided over devices, each would get all.
+        found = jnp.max(jnp.where(jnp.arange(z.size, dtype=jnp.int32) == index, z, -_LEAST_RECORD))
         step = jnp.where(found < _LEAST_RECORD, STEPS, 2**31 - 2 - (found >> 32)).astype(jnp.int32)
         return Overflow(step, jax.lax.bitcast_convert_type(found.astype(jnp.uint32), jnp.float32), index)
 
@@ -198,14 +202,6 @@ def encode(x: Array, fraction_bits: int) -> Array:
     Call it inside `jax.enable_x64(True)`. The scaling is exact, so the only rounding is the truncation.
     """
     return (x.astype(_at_least_float32(x.dtype)) * 2.0**fraction_bits).astype(jnp.int64)
-
-
-def two_limbs(x: Array, per_unit: Any) -> tuple[Array, Array]:
-    """(high, low) with high + low 2^-46 the nearest to x per_unit, 0 <= low < 2^46: float [...] -> int64 [...] each."""
-    # Rounded once, to 2^-46. All else is exact, whatever a compiler contracts.
-    quanta = jnp.round(x.astype(jnp.float64) * (per_unit * 2.0**LOW_BITS))
-    whole = jnp.floor(quanta * 2.0**-LOW_BITS)
-    return whole.astype(jnp.int64), nearest(quanta - whole * 2.0**LOW_BITS)
 
 
 def overflow_record(step: Any, magnitude: Array) -> Array:

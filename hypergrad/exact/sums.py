@@ -1,9 +1,14 @@
 """Means of floats in which order does not matter: each float is rounded once, and integers are added.
 
 Invariant: a `Sum` of the same floats holds the same integers, whatever their order, their groups, or the devices they are
-on. At most `TERMS` of them: then nothing wraps.
+on.
+
+To round x to a multiple of 2^-k, add 3 2^(51-k): the last bits of what comes out are the integer x 2^k, of either sign, in
+a float64 of known exponent. Its bits are added as they are, modulo 2^64, and those of the offsets taken off at the end. The
+offsets are values that XLA does not know: it makes (x + 1) - 1 to x.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -11,37 +16,71 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.exact.fixed import LOW_BITS, Fixed, grid_range, two_limbs
+
+SUM_BITS = 24  # floats below 2^22 in magnitude, each rounded to 2^-72 at least
+TERMS = 2**13
+_LOW_BITS = 48
+_RANGE_BITS = 46
+_LOST = 2**48  # the high limb of what is out of range: no sum of others comes near it
 
 
-TERMS = 2**16  # so many low limbs are below 2^62
-SUM_BITS = 40  # the mean of floats below 2^22 in magnitude, each rounded to 2^-86
+class Offsets(NamedTuple):
+    """What rounds to both limbs."""
+
+    coarse: Array  # float64 []
+    fine: Array
+
+    @staticmethod
+    def of(bits: int, true: Array) -> "Offsets":
+        """true: bool [], which XLA does not see (`hypergrad._isolation.unseen`)."""
+        return Offsets(*(jnp.where(true, x, 0) for x in (_offset(bits), _offset(bits + _LOW_BITS))))
 
 
 class Sum(NamedTuple):
-    """(high + low 2^-46) quanta of 2^-bits; low limbs are carried at the end only. Call all of it inside
-    `jax.enable_x64(True)`."""
+    """(high + low 2^-48) quanta of 2^-bits, off by those of so many offsets. Call it inside `jax.enable_x64(True)`."""
 
     high: Array  # int64 [...]
     low: Array  # int64 [...]
-    fits: Array  # bool []: whether all that was added was below `grid_range(bits)`, and a number
 
     @staticmethod
     def zeros_like(x: Any) -> "Sum":
-        return Sum(jnp.zeros(x.shape, jnp.int64), jnp.zeros(x.shape, jnp.int64), jnp.bool_(True))
+        return Sum(jnp.zeros(x.shape, jnp.int64), jnp.zeros(x.shape, jnp.int64))
 
-    def add(self, x: Array, terms: int, bits: int = SUM_BITS) -> "Sum":
-        """self + round(x / terms 2^(bits + 46)) 2^-46: float [...], of so many."""
-        high, low = two_limbs(x, 2.0**bits / terms)
-        largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float64)  # NaN if one is
-        return Sum(self.high + high, self.low + low, self.fits & (largest < grid_range(bits)))
+    def add(self, x: Array, terms: int, offsets: Offsets, bits: int = SUM_BITS) -> "Sum":
+        """self + x: float [...], one of so many terms, each below `sum_range(bits)` in magnitude."""
+        coarse, fine = offsets
+        y = x.astype(jnp.float64) * _shrink(terms)
+        high = y + coarse
+        low = (y - (high - coarse)) + fine
+        lost = _bits(_offset(bits)) + _LOST
+        high = jnp.where(jnp.abs(x) < sum_range(bits), _bits(high), lost)  # NaN is not
+        return Sum(self.high + high, self.low + _bits(low))
 
     def over(self, axis: str | tuple[str, ...]) -> "Sum":
         """The sum of those of all devices along axes of a mesh, inside `jax.shard_map`."""
-        high, low, others = jax.lax.psum((self.high, self.low, (~self.fits).astype(jnp.int32)), axis)
-        return Sum(high, low, others == 0)
+        return Sum(*jax.lax.psum(tuple(self), axis))
 
-    def mean(self, dtype: np.dtype, bits: int = SUM_BITS) -> Array:
-        """float [...]; NaN, all of it, where something did not fit."""
-        carried = Fixed(self.high + (self.low >> LOW_BITS), self.low & (2**LOW_BITS - 1))
-        return jnp.where(self.fits, carried.decode(bits, np.dtype(np.float64)), jnp.nan).astype(dtype)
+    def mean(self, dtype: Any, terms: int, bits: int = SUM_BITS) -> Array:
+        """Of all the terms: float [...]; NaN where one was out of range or no number."""
+        high, low = self.high - terms * _bits(_offset(bits)), self.low - terms * _bits(_offset(bits + _LOW_BITS))
+        found = high.astype(jnp.float64) + low.astype(jnp.float64) * 2.0**-_LOW_BITS
+        return jnp.where(high < _LOST // 2, found * (2.0**-bits / _shrink(terms) / terms), jnp.nan).astype(dtype)
+
+
+def sum_range(bits: int) -> float:
+    """The magnitude that what is added must stay below."""
+    return 2.0 ** (_RANGE_BITS - bits)
+
+
+def _shrink(terms: int) -> float:
+    """A power of two by which the terms are so small that their sum is in the range of one."""
+    return 2.0 ** -math.ceil(math.log2(terms))
+
+
+def _offset(bits: int) -> np.float64:
+    """What rounds a float64 below 2^(51 - bits) to a multiple of 2^-bits when it is added."""
+    return np.float64(3 * 2.0 ** (51 - bits))
+
+
+def _bits(x: Any) -> Array:
+    return jax.lax.bitcast_convert_type(jnp.float64(x), jnp.int64)

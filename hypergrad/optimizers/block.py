@@ -20,6 +20,7 @@ from jax.extend.core import Jaxpr
 from hypergrad._bounds import lowest
 from hypergrad._isolation import only_products
 from hypergrad._lapack import sequentially
+from hypergrad._placement import may_be_divided
 from hypergrad.exact import DEFERRED, DEFERRED_REFERENCE, HEADS, REFERENCE, Buffer, default_fraction_bits, known_numerator
 from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link, View
 from hypergrad.optimizers.expand import Field, Hypers, compute_dtype, concrete
@@ -113,11 +114,11 @@ class Block:
 
 def groups(stacks: list[Stack], fields: list[list[dict[str, Field]]], leaves: list[Array]) -> list[tuple[int, ...]]:
     """Which leaves lie side by side: small ones of one dtype that share the rule and every hyperparameter, where it works
-    entry by entry."""
+    entry by entry, and that are not divided over devices: side by side, each device would have all of them."""
     total = sum(x.size for x in leaves)
     found: dict[Hashable, list[int]] = {}
     for i, (stack, own, x) in enumerate(zip(stacks, fields, leaves, strict=True)):
-        alone = not stack.entrywise or x.size > LARGE * total
+        alone = not stack.entrywise or x.size > LARGE * total or may_be_divided(x)
         values = [shared_value(field.values[i]) for layer in own for field in layer.values()]
         key = (i if alone else None, x.dtype, tuple(layer.path for layer in stack.layers), *values)
         found.setdefault(key, []).append(i)

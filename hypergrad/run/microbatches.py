@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from hypergrad._isolation import behind_branch, unseen
 from hypergrad._settings import own_settings
-from hypergrad.exact import Sum
+from hypergrad.exact import Offsets, Sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,18 +102,21 @@ class Microbatches:
         if axis is not None:
             first = jax.lax.axis_index(axis) * parts
         taken = unseen()  # a loop over one part is none, and XLA would see that a branch in it is always taken
+        offsets = {b: Offsets.of(b, taken) for b in bits}
 
         def body(i: Array, sums: list[Sum]) -> list[Sum]:
             part = [_part(x, i, parts) if x.ndim else _scalar(x, first + i) for x in batch]
             found = behind_branch(taken, function, shared, part)
-            return [s.add(x, self.count, b) for s, x, b in zip(sums, found, bits, strict=True)]
+            return [s.add(x, self.count, offsets[b], b) for s, x, b in zip(sums, found, bits, strict=True)]
 
         sums = jax.lax.fori_loop(0, parts, body, [Sum.zeros_like(x) for x in like])
         if axis is not None:
             sums = [s.over(axis) for s in sums]
-        return [s.mean(x.dtype, b) for s, x, b in zip(sums, like, bits, strict=True)]
+        return [s.mean(x.dtype, self.count, b) for s, x, b in zip(sums, like, bits, strict=True)]
 
-    def _in_floats(self, function: Callable[..., list[Array]], like: list[Any], shared: Any, batch: list[Any]) -> list[Array]:
+    def _in_floats(
+        self, function: Callable[..., list[Array]], like: list[Any], shared: Any, batch: list[Any]
+    ) -> list[Array]:
         def body(sums: list[Array], m: Array) -> tuple[list[Array], None]:
             return [s + x for s, x in zip(sums, function(shared, self.part(batch, m)), strict=True)], None
 

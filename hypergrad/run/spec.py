@@ -30,7 +30,7 @@ from hypergrad.run.stores import Store
 
 
 STORED = 256  # steps of a segment whose words go elsewhere
-LOSS_BITS = 16  # of means of losses: below 2^46, rounded to 2^-62
+LOSS_BITS = 14  # of means of losses: below 2^32, rounded to 2^-62
 
 
 class Inputs(NamedTuple):

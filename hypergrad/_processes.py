@@ -1,0 +1,49 @@
+"""Several processes of `jax.distributed` at work on one run: the first writes, and all hear of it.
+
+Invariant: all processes come to the same calls in the same order, and to the same end.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+_MOST = 4096  # bytes of a message
+
+
+def several() -> bool:
+    return jax.process_count() > 1
+
+
+def is_first() -> bool:
+    return jax.process_index() == 0
+
+
+def in_first(function: Callable[[], Any]) -> None:
+    """function(), in the first process alone; the others wait. What it raises there is raised in all."""
+    if not several():
+        function()
+        return
+    failure: Exception | None = None
+    if is_first():
+        try:
+            function()
+        except Exception as error:  # noqa: BLE001  any at all: nobody may be left waiting
+            failure = error
+    told = _told("" if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    if told:
+        raise ValueError(f"in the first process: {told}")
+
+
+def _told(text: str) -> str:
+    """What the first process says, in all of them."""
+    message = np.zeros(_MOST, np.uint8)
+    content = text.encode()[:_MOST]
+    message[: len(content)] = np.frombuffer(content, np.uint8)
+    heard = np.asarray(multihost_utils.broadcast_one_to_all(message))
+    return heard.tobytes().rstrip(b"\0").decode(errors="replace")
