@@ -30,18 +30,22 @@ def spread(given: Any, batches: Any, others: Any) -> Microbatches | None:
     if not 1 <= count <= TERMS:
         raise ValueError(f"`microbatches` must be from 1 to {TERMS}; got {count}.")
     mesh = asked.mesh if asked.mesh is not None else _mesh(batches, others)
-    if mesh is None or mesh.empty or mesh.size == 1:
+    if mesh is None or mesh.empty:
         if asked.axis is not None:
             raise ValueError(
-                f"hg.Microbatches(axis={asked.axis!r}) names an axis, and there is no mesh: none is in force (jax.set_mesh), "
-                "and no array lies on one. Pass mesh=, which jax.jit asks for in any case, or leave the axis out."
+                f"hg.Microbatches(axis={asked.axis!r}) names an axis, and there is no mesh: none is in force "
+                "(jax.set_mesh), and no array is known to lie on one. Pass mesh=, which jax.jit asks for in any case; or "
+                "leave out the axis."
             )
         return Microbatches(int(count))
+    names = (asked.axis,) if isinstance(asked.axis, str) else tuple(asked.axis or ())
+    if unknown := [name for name in names if name not in mesh.axis_names]:
+        raise ValueError(
+            f"hg.Microbatches(axis={asked.axis!r}): the mesh has the axes {mesh.axis_names}, and no {unknown[0]!r}."
+        )
+    if mesh.size == 1:
+        return Microbatches(int(count))
     found = Microbatches(int(count), asked.axis or _axis(mesh, batches), mesh)
-    names = (found.axis,) if isinstance(found.axis, str) else tuple(found.axis or ())
-    for name in names:
-        if name not in mesh.axis_names:
-            raise ValueError(f"hg.Microbatches(axis={name!r}): the mesh has the axes {mesh.axis_names}.")
     if count % found.devices:
         raise ValueError(
             f"microbatches={count} do not divide among the {found.devices} devices along {found.axis!r}: each has as many. "
@@ -95,15 +99,13 @@ def check_rule(microbatches: Microbatches | None, signals: Mapping[str, Any]) ->
 
 
 def check_loss(microbatches: Microbatches | None, loss: Jaxpr) -> None:
-    if (
-        microbatches is not None
-        and microbatches.devices > 1
-        and any(e.primitive.name == "shard_map" for e in equations(loss))
-    ):
+    if microbatches is None or microbatches.devices == 1:
+        return
+    if any(e.primitive.name == "shard_map" for e in equations(loss)):
         raise ValueError(
-            f"`loss` divides its work among devices itself (jax.shard_map), and microbatches={microbatches.count} are spread "
-            f"over {microbatches.axis!r}: each device computes its own, whole. Write the loss of rows, without shard_map and "
-            "psum; or leave `microbatches` out."
+            f"`loss` divides its work among devices itself (jax.shard_map), and microbatches={microbatches.count} are "
+            f"spread over {microbatches.axis!r}: each device computes its own, whole. Write the loss of rows, without "
+            "shard_map and psum; or leave `microbatches` out."
         )
 
 

@@ -74,11 +74,11 @@ def train(
     statistics: running means: `hg.Statistics(values, decay)`, or the initial values alone; the loss then returns (float
     scalar, evidence), evidence being a pytree like the values. metric: a pure function (params, theta, batch, state,
     hypers) -> pytree of float scalars, measured at each step before its update, `Trained.metrics`; state: accumulators,
-    {link: like params}; hypers: the optimizer, with the step's own of what is `PerStep`. microbatches: in how many parts of
-    as many rows each batch is cut; its loss is then the mean of theirs, and gradients are rounded to 2^-72 and added as
-    integers: the same bits for any number of devices that divides it (`hg.Microbatches`), in the memory of one. adjoint: how the derivative is
-    computed; the forward numbers are the same bit for bit. throw: raise a `HypergradError` when the run goes wrong (under
-    jit and vmap: from the compiled code); otherwise look at `Trained.status`.
+    {link: like params}; hypers: the optimizer, with the step's own of what is `PerStep`. microbatches: in how many parts
+    each batch is cut, by rows; the loss is the mean of theirs, and so is the gradient, rounded to 2^-72 and added as
+    integers: the same bits on any number of devices that divides it (`hg.Microbatches`), in the memory of one part.
+    adjoint: how the derivative is computed; the forward numbers are the same bit for bit. throw: raise a `HypergradError`
+    when the run goes wrong (under jit and vmap: from the compiled code); otherwise look at `Trained.status`.
 
     Called outside of jax.jit, it traces the loss each time and compiles once per program: a new lambda with the same
     operations and shapes finds the old one, and a loss that reads something else by now is another. Composes with jax.grad

@@ -109,7 +109,8 @@ def _training(run: Run, checkpoints: int | None, inputs: Inputs) -> Outcome:
             batch = run.batch(inputs.frozen, t)
             narrow = [x.astype(like.dtype) for x, like in zip(wide_theta, theta_constant, strict=True)]
             theta, _ = theta_of_step(run, t, narrow, theta_stepped, inputs.frozen, batch)
-            value, g, seen = _same_bits(t, run.gradient, w, theta, inputs.frozen, batch)
+            smooth = functools.partial(run.gradient, smooth=True)
+            value, g, seen = _same_bits(t, smooth, w, theta, inputs.frozen, batch, exact=run.gradient)
             gradient = g = run.joined(t, g)
             more = (
                 _same_bits(t, functools.partial(run.more_signals, t), w, theta, inputs.frozen, batch)
@@ -167,9 +168,9 @@ def _both(
     return state, replaced(shadow, j, {link.name: substitute(real, decoded(block, link, state[j]))})
 
 
-def _same_bits(t: jax.Array, function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), with the bits of the forward pass of `Reversible`, where it is isolated."""
-    return jax.tree.map(substitute, function(*args), isolated(t, function, *_stopped(args)))
+def _same_bits(t: jax.Array, function: Callable[..., Any], *args: Any, exact: Callable[..., Any] | None = None) -> Any:
+    """function(*args), with the bits of the forward pass of `Reversible`, where it is isolated. exact: which has them."""
+    return jax.tree.map(substitute, function(*args), isolated(t, exact or function, *_stopped(args)))
 
 
 def _stopped(args: Any) -> Any:

@@ -36,6 +36,7 @@ from hypergrad.exact.sums import SUM_BITS as SUM_BITS
 from hypergrad.exact.sums import TERMS as TERMS
 from hypergrad.exact.sums import Offsets as Offsets
 from hypergrad.exact.sums import Sum as Sum
+from hypergrad.exact.sums import sum_range as sum_range
 
 
 HEADS, DEFERRED = HeadsAndWords(), Deferred()

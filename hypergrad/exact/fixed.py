@@ -180,8 +180,9 @@ class Fixed(NamedTuple):
         if not z.size:
             return Overflow(jnp.int32(STEPS), jnp.float32(0), jnp.int32(0))
         index = jax.lax.argmax((z >> 32).astype(jnp.int32), 0, jnp.int32)  # in 32 bits: it is lowered outside of x64
-        # Not z[index]: of what is divided over devices, each would get all.
-        found = jnp.max(jnp.where(jnp.arange(z.size, dtype=jnp.int32) == index, z, -_LEAST_RECORD))
+        found = z[index]
+        if jax.device_count() > 1:  # of what is divided, each device would get all to look one up
+            found = jnp.max(jnp.where(jnp.arange(z.size, dtype=jnp.int32) == index, z, -_LEAST_RECORD))
         step = jnp.where(found < _LEAST_RECORD, STEPS, 2**31 - 2 - (found >> 32)).astype(jnp.int32)
         return Overflow(step, jax.lax.bitcast_convert_type(found.astype(jnp.uint32), jnp.float32), index)
 

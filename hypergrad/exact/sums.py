@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 
-SUM_BITS = 24  # floats below 2^22 in magnitude, each rounded to 2^-72 at least
+SUM_BITS = 24  # floats below 2^22 in magnitude, of each its share of the mean rounded to 2^-72
 TERMS = 2**13
 _LOW_BITS = 48
 _RANGE_BITS = 46

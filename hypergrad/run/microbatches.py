@@ -6,10 +6,9 @@ same program, rounded once, and added to the others as integers.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -45,29 +44,30 @@ class Microbatches:
         return Microbatches(self.count)
 
     def mean(self, function: Callable[..., Any], bits: Any, shared: Any, batch: list[Any]) -> Any:
-        """sum_m function(shared, part m) / count, of a pytree of floats.
+        """sum_m function(shared, part m) / count, of a pytree of floats, by integers: without a derivative.
 
         function: closes over no array. bits: of what it returns, a pytree prefix: those of `Sum`. shared: a pytree of
-        arrays. The derivative, of any order, is that of the mean in floats: rounding counts as the identity.
+        arrays.
         """
-        like = jax.eval_shape(lambda shared, batch: function(shared, self.part(batch, 0)), shared, batch)
+        like = self._like(function, shared, batch)
         leaves, tree = jax.tree.flatten(like)
         of_leaves = jax.tree.leaves(jax.tree.map(lambda n, x: jax.tree.map(lambda _: n, x), bits, like))
-        floats, others = eqx.partition(shared, eqx.is_inexact_array)
         flat = lambda shared, part: jax.tree.leaves(function(shared, part))  # noqa: E731
+        with own_settings():
+            return jax.tree.unflatten(tree, self._spread(flat, leaves, of_leaves, shared, batch))
 
-        @jax.custom_jvp
-        def rounded(floats: Any, others: Any, batch: list[Any]) -> list[Array]:
-            with own_settings():
-                return self._spread(flat, leaves, of_leaves, eqx.combine(floats, others), batch)
+    def mean_of_floats(self, function: Callable[..., Any], shared: Any, batch: list[Any]) -> Any:
+        """`mean` in floats, differentiable any number of times."""
 
-        @rounded.defjvp
-        def slope(primals: Any, tangents: Any) -> Any:
-            floats, others, batch = primals
-            in_floats = lambda floats: self._in_floats(flat, leaves, eqx.combine(floats, others), batch)  # noqa: E731
-            return rounded(*primals), jax.jvp(in_floats, (floats,), (tangents[0],))[1]
+        def body(sums: Any, m: Array) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, sums, function(shared, self.part(batch, m))), None
 
-        return jax.tree.unflatten(tree, rounded(floats, others, batch))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._like(function, shared, batch))
+        sums, _ = jax.lax.scan(body, zeros, jnp.arange(self.count, dtype=jnp.int32))
+        return jax.tree.map(lambda x: x / self.count, sums)
+
+    def _like(self, function: Callable[..., Any], shared: Any, batch: list[Any]) -> Any:
+        return jax.eval_shape(lambda shared, batch: function(shared, self.part(batch, 0)), shared, batch)
 
     def part(self, batch: list[Any], m: Any, parts: int | None = None) -> list[Any]:
         """Part m of so many; of a scalar, all of it; of a key, one of its own."""
@@ -98,9 +98,8 @@ class Microbatches:
         batch: list[Any],
     ) -> list[Array]:
         """What one device does; axis: along which there are others."""
-        parts, first = self.count // self.devices, 0
-        if axis is not None:
-            first = jax.lax.axis_index(axis) * parts
+        parts = self.count // self.devices
+        first: Any = 0 if axis is None else jax.lax.axis_index(axis) * parts
         taken = unseen()  # a loop over one part is none, and XLA would see that a branch in it is always taken
         offsets = {b: Offsets.of(b, taken) for b in bits}
 
@@ -113,16 +112,6 @@ class Microbatches:
         if axis is not None:
             sums = [s.over(axis) for s in sums]
         return [s.mean(x.dtype, self.count, b) for s, x, b in zip(sums, like, bits, strict=True)]
-
-    def _in_floats(
-        self, function: Callable[..., list[Array]], like: list[Any], shared: Any, batch: list[Any]
-    ) -> list[Array]:
-        def body(sums: list[Array], m: Array) -> tuple[list[Array], None]:
-            return [s + x for s, x in zip(sums, function(shared, self.part(batch, m)), strict=True)], None
-
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in like]
-        sums, _ = jax.lax.scan(body, zeros, jnp.arange(self.count, dtype=jnp.int32))
-        return [x / self.count for x in sums]
 
 
 def _part(x: Array, m: Any, parts: int) -> Array:

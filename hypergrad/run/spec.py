@@ -188,16 +188,20 @@ class Run:
             return value, [jnp.asarray(x).astype(dtype) for x, dtype in zip(seen, dtypes, strict=True)]
 
     def gradient(
-        self, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]
+        self, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any], smooth: bool = False
     ) -> tuple[Array, list[Array], list[Array]]:
-        """(loss, gradient in w, batch statistics), the last two bit for bit the same in every pass: if all are used."""
+        """(loss, gradient in w, batch statistics), the last two bit for bit the same in every pass: if all are used.
+        smooth: in floats all along, to be differentiated."""
 
         def at_once(shared: Any, batch: list[Any]) -> tuple[Array, list[Array], list[Array]]:
             with jax.enable_x64(self.x64):
                 (value, seen), g = jax.value_and_grad(self.value, has_aux=True)(*shared, batch)
             return value, *barrier((g, seen))
 
-        return self.over_parts(at_once, (LOSS_BITS, SUM_BITS, SUM_BITS), (w, theta, frozen), batch)
+        shared = w, theta, frozen
+        if smooth and self.microbatches is not None:
+            return self.microbatches.mean_of_floats(at_once, shared, batch)
+        return self.over_parts(at_once, (LOSS_BITS, SUM_BITS, SUM_BITS), shared, batch)
 
     def over_parts(self, function: Callable[..., Any], bits: Any, shared: Any, batch: list[Any]) -> Any:
         """function(shared, batch), or its mean over microbatches; bits: of their sums."""

@@ -1,0 +1,116 @@
+"""Microbatches on 1, 2, 4 and 8 devices, and on 1, 2 and 4 processes: the same bits, forwards and backwards."""
+
+import json
+from typing import Any
+
+import pytest
+from processes import in_processes, on_devices
+
+
+OF_DEVICES = """
+import json
+
+def on(count, rule, statistics, microbatches, road="jit"):
+    mesh = mesh_of(count)
+    data, w = put((X, Y), mesh, P(None, "data")), put(START, mesh, P())
+    cut = microbatches and (hg.Microbatches(microbatches, mesh=mesh) if count > 1 else microbatches)
+    f = jax.value_and_grad(lambda h, w: value(h, w, data, cut, rule, statistics), argnums=(0, 1), has_aux=True)
+    return bits((jax.jit(f) if road == "jit" else f)(H, w))
+
+found = {
+    f"{rule} {statistics} {cut} {count}": on(count, rule, statistics, cut)
+    for rule, statistics in (("SGD", False), ("Adam", False), ("SGD", True))
+    for cut in (16, None)
+    for count in ((1, 2, 4, 8) if cut else (1, 8))
+}
+found |= {f"eager {count}": on(count, "SGD", False, 16, "eager") for count in (1, 4)}
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.of_bits
+def test_any_number_of_devices() -> None:
+    found = json.loads(on_devices(OF_DEVICES, 8))
+    for of in ("SGD False", "Adam False", "SGD True"):
+        assert len({found[f"{of} 16 {count}"] for count in (1, 2, 4, 8)}) == 1, of
+        assert len({found[f"{of} None {count}"] for count in (1, 8)}) == 2, f"{of}: it would show without microbatches"
+    assert found["eager 1"] == found["eager 4"]
+
+
+OF_PROCESSES = """
+mesh = mesh_of(jax.device_count())
+data, w = put((X, Y), mesh, P(None, "data")), put(START, mesh, P())
+cut = hg.Microbatches(16, mesh=mesh)
+f = jax.value_and_grad(lambda h, w, data: value(h, w, data, cut, "Adam"), argnums=(0, 1), has_aux=True)
+print("bits", bits(jax.jit(f)(H, w, data)))
+"""
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+def test_any_number_of_processes(processes: int, devices: int, alone: str) -> None:
+    outputs = in_processes(OF_PROCESSES, processes, devices)
+    assert [lines(output, "bits") for output in outputs] == [[alone]] * processes
+
+
+@pytest.fixture(scope="module")
+def alone() -> str:
+    return lines(on_devices(OF_PROCESSES, 1), "bits")[0]
+
+
+def lines(output: str, head: str) -> list[str]:
+    """Of what a program prints: the runtime prints, too."""
+    return [line.partition(" ")[2] for line in output.splitlines() if line.startswith(f"{head} ")]
+
+
+REVERSED_ELSEWHERE = """
+import tempfile, warnings
+warnings.simplefilter("error")
+found = {}
+with tempfile.TemporaryDirectory() as folder:
+    for count in (8, 2, 1):
+        mesh = mesh_of(count)
+        data, w = ((X, Y), START) if count == 1 else (put((X, Y), mesh, P(None, "data")), put(START, mesh, P()))
+        record = hg.record(loss, w, hg.SGD(H["rate"]), hg.stacked(data), theta=H["l2"], microbatches=16, folder=folder + "/run")
+        made = record.hypergradient(lambda trained: jnp.sum(trained.params["a"] ** 2))
+        found[count] = bits((record.trained.params, record.rewind(7).params, made["theta"], made["params"]))
+    direct = jax.grad(lambda l2: jnp.sum(run({**H, "l2": l2}, START, (X, Y)).params["a"] ** 2))(jnp.asarray(H["l2"]))
+    assert bits(direct) == bits(made["theta"])
+assert len(set(found.values())) == 1, found
+print("bits same")
+"""
+
+
+@pytest.mark.of_bits
+def test_trained_on_eight_and_reversed_on_two() -> None:
+    assert lines(on_devices(REVERSED_ELSEWHERE, 8), "bits") == ["same"]
+
+
+REFUSED: dict[str, Any] = {
+    "axes": ("hg.Microbatches(16, axis='model', mesh=mesh_of(2))", "the mesh has ('data',), and no 'model'"),
+    "count": ("hg.Microbatches(4, mesh=mesh_of(8))", "do not divide among the 8 devices along 'data'"),
+    "which": ("hg.Microbatches(4, mesh=Mesh(np.array(jax.devices()).reshape(4, 2), ('x', 'y')))", "which axis of the mesh"),
+}
+REFUSES = """
+for cut, text in {calls!r}:
+    try:
+        run(H, START, (X, Y), eval(cut))
+    except ValueError as error:
+        assert text in str(error), str(error)
+    else:
+        raise AssertionError(cut)
+
+def divided(w, theta, batch):
+    part = lambda x, w: jax.lax.pmean(jnp.mean((x @ w["a"]) ** 2), "data")
+    return jax.shard_map(part, mesh=mesh_of(2), in_specs=(P("data"), P()), out_specs=P())(batch[0], w)
+
+try:
+    hg.train(divided, START, hg.SGD(0.1), hg.stacked((X, Y)), microbatches=hg.Microbatches(4, mesh=mesh_of(2)))
+except ValueError as error:
+    assert "divides its work among devices itself (jax.shard_map)" in str(error), str(error)
+print("bits refused")
+"""
+
+
+def test_what_cannot_be_spread_is_told() -> None:
+    assert lines(on_devices(REFUSES.format(calls=list(REFUSED.values())), 8), "bits") == ["refused"]

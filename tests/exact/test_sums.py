@@ -1,0 +1,83 @@
+"""Sums in which order does not matter: the same bits for any order and grouping, within one rounding of the exact mean."""
+
+from fractions import Fraction
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from hypergrad._isolation import unseen
+from hypergrad.exact import SUM_BITS, TERMS, Offsets, Sum, sum_range
+
+
+QUANTUM = 2.0 ** -(SUM_BITS + 48)
+LIMIT = sum_range(SUM_BITS)
+
+
+@jax.jit
+def mean(x: Any, order: Any) -> tuple[Any, Sum]:
+    """Of the rows of x, float [terms, ...], and the sum itself."""
+    offsets = Offsets.of(SUM_BITS, unseen())
+    total = jax.lax.fori_loop(0, len(x), lambda i, s: s.add(x[order[i]], len(x), offsets), Sum.zeros_like(x[0]))
+    return total.mean(jnp.float64, len(x)), total
+
+
+def exact(x: np.ndarray) -> list[Fraction]:
+    return [sum(map(Fraction, column.tolist())) / len(x) for column in x.astype(np.float64).T]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("terms", [1, 2, 3, 16])
+@hypothesis.given(data=st.data())
+@hypothesis.settings(max_examples=30)
+def test_order_does_not_matter_and_the_mean_is_right(dtype: Any, terms: int, data: st.DataObject) -> None:
+    width = 32 if dtype == np.float32 else 64
+    largest = float(np.nextafter(dtype(LIMIT), dtype(0)))
+    numbers = st.floats(-largest, largest, width=width) | st.floats(-(2.0**-40), 2.0**-40, width=width)
+    x = data.draw(arrays(dtype, (terms, 5), elements=numbers))
+    order = np.asarray(data.draw(st.permutations(range(terms))))
+    found, total = jax.device_get(mean(x, np.arange(terms)))
+    again, other = jax.device_get(mean(x, order))
+    assert found.tobytes() == again.tobytes()
+    assert total.high.tobytes() == other.high.tobytes() and total.low.tobytes() == other.low.tobytes()
+    for got, want in zip(found, exact(x), strict=True):
+        assert abs(Fraction(float(got)) - want) <= Fraction(terms * QUANTUM) + abs(want) * Fraction(2.0**-51)
+
+
+@pytest.mark.parametrize("terms", [3, 1000])
+def test_grouping_does_not_matter(terms: int) -> None:
+    x = np.random.default_rng(0).normal(size=(terms, 7)) * 2.0 ** np.random.default_rng(1).integers(-60, 20, (terms, 7))
+    offsets = Offsets.of(SUM_BITS, unseen())
+    parts = np.array_split(np.arange(terms), 4)
+    sums = [Sum.zeros_like(x[0])] * 4
+    for k, rows in enumerate(parts):
+        for row in rows:
+            sums[k] = sums[k].add(jnp.asarray(x[row]), terms, offsets)
+    whole = Sum(sum(s.high for s in reversed(sums)), sum(s.low for s in reversed(sums)))
+    found = np.asarray(whole.mean(jnp.float64, terms))
+    np.testing.assert_array_equal(found, mean(x, np.arange(terms))[0])
+    np.testing.assert_allclose(found, [float(e) for e in exact(x)], rtol=1e-14, atol=terms * QUANTUM)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, LIMIT, -LIMIT, 1e30])
+@pytest.mark.parametrize("how_often", [1, 3, 16])
+def test_what_does_not_fit_is_no_number(bad: float, how_often: int) -> None:
+    x = np.ones((16, 3), np.float32)
+    x[:how_often, 1] = bad
+    found = np.asarray(mean(x, np.arange(16))[0])
+    assert np.isnan(found[1])
+    np.testing.assert_array_equal(found[[0, 2]], 1)
+
+
+def test_the_most_terms_do_not_wrap() -> None:
+    x = jnp.asarray([np.nextafter(np.float32(LIMIT), np.float32(0)), -LIMIT / 2, np.nan], jnp.float32)
+    offsets = Offsets.of(SUM_BITS, unseen())
+    add = lambda i, s: s.add(x, TERMS, offsets)  # noqa: E731
+    found = np.asarray(jax.lax.fori_loop(0, TERMS, add, Sum.zeros_like(x)).mean(jnp.float64, TERMS))
+    np.testing.assert_array_equal(found[:2], np.asarray(x[:2], np.float64))
+    assert np.isnan(found[2])
