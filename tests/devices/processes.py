@@ -1,4 +1,4 @@
-"""Programs on several devices: XLA divides a CPU into some, and several processes speak with each other over the loopback."""
+"""Programs on several devices, into which XLA divides a CPU, and in processes that speak over the loopback."""
 
 import contextlib
 import os
