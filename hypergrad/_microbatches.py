@@ -4,7 +4,7 @@ Invariant: what passes can be cut, part by part of one shape, and its devices ha
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
+from hypergrad._closures import name_in, name_of
 from hypergrad._placement import mesh_in_force, sharding_of
 from hypergrad._program_keys import equations
 from hypergrad.exact import TERMS
@@ -81,12 +82,29 @@ def part_of(microbatches: Microbatches, batch: Any) -> list[jax.ShapeDtypeStruct
     return [jax.ShapeDtypeStruct(cut(x), x.dtype) for _, x in leaves]
 
 
-def without_mesh(microbatches: Microbatches | None) -> contextlib.AbstractContextManager[Any]:
-    """In which a loss is traced. A program remembers the mesh in force, and a device that computes its microbatches alone is
-    on none."""
+@contextlib.contextmanager
+def without_mesh(microbatches: Microbatches | None, arguments: Any) -> Iterator[Any]:
+    """Where a loss is traced, and with what. A program remembers the mesh in force, as its arguments do, and a device that
+    computes its microbatches alone is on none."""
     if microbatches is None or microbatches.devices == 1:
-        return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+        yield arguments
+        return
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))  # noqa: E731
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        yield jax.tree.map(like, arguments)
+
+
+def reject_on_mesh(microbatches: Microbatches | None, loss: Any, held: list[Any]) -> None:
+    """held: what the loss reads from outside."""
+    if microbatches is None or microbatches.devices == 1 or mesh_in_force() is None:
+        return
+    for x in held:
+        if isinstance(x, jax.core.Tracer):
+            raise ValueError(
+                f"`loss` ({name_of(loss)}) reads the traced value {name_in(loss, x)} from outside, and jax.set_mesh has "
+                "made the mesh a part of its type, which a device that computes its microbatches alone is not on. Pass it "
+                "through theta or the batch; or name the mesh instead, hg.Microbatches(count, mesh=mesh)."
+            )
 
 
 def check_rule(microbatches: Microbatches | None, signals: Mapping[str, Any]) -> None:

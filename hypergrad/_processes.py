@@ -22,6 +22,26 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def reject_python(driver: str | None, store: Any, source: Any) -> None:
+    """An error for what runs in Python between steps: a process has but a part of the arrays. source: of `host_batches`."""
+    here = f"{jax.process_count()} processes"
+    if driver in ("host", "host_eager"):
+        raise ValueError(
+            f"steps that Python runs one by one (driver='host', buffer='gmpy2') need all arrays in one process; there are "
+            f"{here}. Take driver='scan', the default."
+        )
+    if store is not None:
+        raise ValueError(
+            f"lost digits on the host or on disk (buffer='host', hg.Disk, hg.record) are kept by one process; there are "
+            f"{here}. Take buffer='device', the default, with memory_budget=... for long runs."
+        )
+    if source is not None:
+        raise ValueError(
+            f"hg.host_batches loads in one process, and there are {here}. Make batches of arrays that all have a part of "
+            "(jax.make_array_from_process_local_data) with hg.stacked, or a function of t."
+        )
+
+
 def in_first(function: Callable[[], Any]) -> None:
     """function(), in the first process alone; the others wait. What it raises there is raised in all."""
     if not several():

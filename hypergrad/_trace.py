@@ -19,7 +19,7 @@ from hypergrad import _door as door
 from hypergrad import _programs as programs
 from hypergrad._closures import name_in, name_of
 from hypergrad._lapack import one_by_one
-from hypergrad._microbatches import part_of, without_mesh
+from hypergrad._microbatches import part_of, reject_on_mesh, without_mesh
 from hypergrad._own_rules import is_float, own_rule
 from hypergrad._program_keys import Key, array_key, equations
 from hypergrad._programs import Program
@@ -97,8 +97,9 @@ def trace(
     ]
     seen = batch.out if microbatches is None else part_of(microbatches, jax.tree.unflatten(structure, batch.out))
     arguments = leaves, of_step, theta_others, seen
-    with without_mesh(microbatches):
-        program, of_loss = programs.trace(value, *arguments)
+    with without_mesh(microbatches, arguments) as bare:
+        program, of_loss = programs.trace(value, *bare)
+    reject_on_mesh(microbatches, loss, of_loss)
     captured = tuple(isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact) for x in of_loss)
     of_signals: Signals | None = None
     held_by_signals: list[Any] = []

@@ -16,6 +16,7 @@ from hypergrad._meshes import reject_explicit
 from hypergrad._metrics import CALL, measured
 from hypergrad._microbatches import check_loss, check_rule, spread
 from hypergrad._needs import asking, untrained
+from hypergrad._processes import reject_python, several
 from hypergrad._program_keys import contains
 from hypergrad._report import mask, surface
 from hypergrad._trace import trace, with_foreign
@@ -201,6 +202,9 @@ def _driver(adjoint: Any, functions: Functions, source: Any) -> str:
 
     XLA:CPU runs convolutions on all cores, but inside a scan on one.
     """
+    if several():
+        reject_python(adjoint.driver_name, adjoint.store, source)
+        return "scan"
     if source is not None and adjoint.driver_name not in (None, "host", "host_eager"):
         raise ValueError(
             "hg.host_batches loads from Python while training runs, which a scan cannot: take adjoint=hg.Reversible() (or "

@@ -18,6 +18,7 @@ from experiments.benchmarks import (
     long_reversal,
     long_runs,
     loops,
+    microbatches,
     opponents,
     performance,
     plans,
@@ -60,6 +61,12 @@ def test_records_are_rewound_in_short(monkeypatch, capsys):
 def test_steps_that_read_their_part_of_theta_are_timed(capsys):
     theta.main(theta.Config(rounds=1, steps=(2, 3), images=(4,), batch=2, run=2))
     assert len(capsys.readouterr().out.splitlines()) == 6
+
+
+def test_microbatches_are_timed_in_short(capsys):
+    microbatches.main(microbatches.parser().parse_args(["--small", "--rounds", "1", "--steps", "2"]))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and lines[1].startswith("dense 8-8")
 
 
 def test_curves_of_long_runs_in_short(tmp_path):

@@ -38,7 +38,7 @@ PUBLIC = {
     "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "partition", "to_optax",
     "Reversible", "Truncated", "Unrolled", "Checkpointed", "Auto", "plan", "Plan", "Disk", "record", "Record",
     "positive", "unit_interval", "bounded", "fixed", "natural", "scatter", "knots", "concrete_dropout",
-    "hypergradient", "optimize", "restarts", "compiler_options", "Result", "MetaStep", "callbacks",
+    "Microbatches", "hypergradient", "optimize", "restarts", "compiler_options", "Result", "MetaStep", "callbacks",
     "check_reversal", "Certificate", "testing", "plots", "studies", "curvature",
     "diagnose", "Diagnosis", "check_gradient", "GradientCheck", "check_smoothness", "Smoothness",
     "HypergradError", "ReversalError", "RangeError", "BufferFullError", "NonFiniteError", "StorageError",
@@ -172,7 +172,8 @@ def names_of(function) -> list[str]:
 
 def test_signatures_are_the_agreed_ones():
     assert names_of(hg.train) == [
-        "loss", "params", "optimizer", "batches", "theta", "steps", "state", "statistics", "metric", "adjoint", "throw",
+        "loss", "params", "optimizer", "batches", "theta", "steps", "state", "statistics", "metric", "microbatches",
+        "adjoint", "throw",
     ]  # fmt: skip
     for function in (hg.hypergradient, hg.diagnose, hg.check_gradient, hg.check_smoothness):
         assert names_of(function)[:4] == ["train_fn", "val_fn", "hypers", "key"]

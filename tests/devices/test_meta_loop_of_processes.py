@@ -1,0 +1,95 @@
+"""`hg.optimize` in several processes: one history on all, one folder, and another number of processes goes on from it."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+from processes import in_processes, on_devices, started
+from test_same_bits import lines
+
+
+META = """
+import json
+mesh = mesh_of(jax.device_count())
+data, w = put((X, Y), mesh, P(None, "data")), put(START, mesh, P())
+STOP = int(os.environ.get("STOP", "3"))
+
+def train_fn(h, key):
+    return run(h, w, data, hg.Microbatches(8, mesh=mesh)).params
+
+def val_fn(params):
+    return jnp.mean((layer(params, X[0]) @ params["c"] - Y[0]) ** 2)
+
+def die(done):
+    if os.environ.get("DIES") == f"{jax.process_index()} {done.step}":
+        os._exit(9)
+
+result = hg.optimize(
+    train_fn, val_fn, {"rate": hg.positive(0.05), "l2": hg.positive(0.01)},
+    meta_steps=STOP, checkpoint=os.environ["FOLDER"], callbacks=[die],
+)
+print("history", json.dumps([[done.value, done.gradient_norm] for done in result.history]))
+"""
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of one process, never stopped."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    return histories([on_devices(META, 1, FOLDER=str(folder), **QUICK)])[0]
+
+
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+def histories(outputs: list[str]) -> list[Any]:
+    return [json.loads(lines(output, "history")[0]) for output in outputs]
+
+
+@pytest.mark.parametrize("then", [1, 4])
+def test_begun_by_two_and_ended_by_others(then: int, expected: Any, tmp_path: pathlib.Path) -> None:
+    options = {"FOLDER": str(tmp_path / "run"), **QUICK}
+    first = histories(in_processes(META, 2, STOP="2", **options))
+    assert first == [expected[:2]] * 2
+    last = [on_devices(META, 1, **options)] if then == 1 else in_processes(META, then, **options)
+    assert histories(last) == [expected] * then
+
+
+def test_one_that_dies_ends_the_other_and_the_folder_goes_on(expected: Any, tmp_path: pathlib.Path) -> None:
+    options = {"FOLDER": str(tmp_path / "run"), **QUICK}
+    with started(META, 2, DIES="1 1", **options) as processes:
+        codes = [process.wait(timeout=300) for process in processes]
+    assert codes[1] == 9 and codes[0] != 0
+    assert histories([on_devices(META, 1, **options)]) == [expected]
+
+
+FAILS = """
+mesh = mesh_of(jax.device_count())
+data, w = put((X, Y), mesh, P(None, "data")), put(START, mesh, P())
+cut = hg.Microbatches(8, mesh=mesh)
+trained = lambda rate, w, data, **options: run({**H, "rate": rate}, w, data, cut, **options).params
+
+def optimized(rate, **options):
+    train_fn, val_fn = lambda h, key: trained(h, w, data), lambda w: jnp.sum(w["a"])
+    return hg.optimize(train_fn, val_fn, hg.positive(rate), meta_steps=1, **options)
+
+for name, text, call in [
+    ("jit", "RangeError", lambda: jax.block_until_ready(jax.jit(trained)(1e9, w, data))),
+    ("eager", "RangeError", lambda: trained(1e9, w, data)),
+    ("optimize", "RangeError", lambda: optimized(1e9)),
+    ("folder", "/dev/null/run cannot be", lambda: optimized(0.1, checkpoint="/dev/null/run")),
+    ("host", "driver='scan'", lambda: trained(0.1, w, data, adjoint=hg.Reversible(driver="host"))),
+    ("words", "buffer='device'", lambda: trained(0.1, w, data, adjoint=hg.Reversible(buffer="host"))),
+]:
+    try:
+        call()
+        jax.effects_barrier()
+    except Exception as error:
+        print("error", name, text in f"{type(error).__name__} {error}")
+"""
+
+
+def test_errors_are_raised_in_all() -> None:
+    outputs = [lines(output, "error") for output in in_processes(FAILS, 2, **QUICK)]
+    assert outputs[0] == outputs[1] == [f"{name} True" for name in ("jit", "eager", "optimize", "folder", "host", "words")]
