@@ -68,12 +68,17 @@ def key_of(jaxpr: Jaxpr) -> Key:
             e.primitive,
             tuple(atom(x) for x in e.invars),
             variables(e.outvars),
-            tuple((k, _of_value(v)) for k, v in sorted(e.params.items()) if k not in _NO_PART),
+            parameters_key(e),
             e.ctx,
         )
         for e in jaxpr.eqns
     )
     return Key((head, body, tuple(atom(x) for x in jaxpr.outvars)))
+
+
+def parameters_key(e: Any) -> Hashable:
+    """What an equation is told beside its inputs."""
+    return tuple((k, _of_value(v)) for k, v in sorted(e.params.items()) if k not in _NO_PART)
 
 
 def contains(jaxpr: Jaxpr, primitive: str) -> bool:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from hypergrad._duplicates import once_each
 from hypergrad._isolation import behind_branch, unseen
 from hypergrad._settings import own_settings
 from hypergrad.exact import Offsets, Sum
@@ -52,7 +53,7 @@ class Microbatches:
         like = self._like(function, shared, batch)
         leaves, tree = jax.tree.flatten(like)
         of_leaves = jax.tree.leaves(jax.tree.map(lambda n, x: jax.tree.map(lambda _: n, x), bits, like))
-        flat = lambda shared, part: jax.tree.leaves(function(shared, part))  # noqa: E731
+        flat = lambda shared, part: once_each(lambda *a: jax.tree.leaves(function(*a)), shared, part)  # noqa: E731
         with own_settings():
             return jax.tree.unflatten(tree, self._spread(flat, leaves, of_leaves, shared, batch))
 
