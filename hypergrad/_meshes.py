@@ -28,6 +28,11 @@ def reject_explicit(given: dict[str, Any]) -> None:
                 raise TypeError(f"`{where}` lies on a mesh with explicit axes {axes}, which are part of its type. {_CURE}")
 
 
+def reject_explicit_mesh(name: str, mesh: Any) -> None:
+    if axes := _explicit(mesh):
+        raise TypeError(f"`{name}` has explicit axes {axes}, which make types. {_CURE}")
+
+
 def _explicit_axes(x: Any) -> tuple[str, ...]:
     """Of an array whose value is known; under `jax.jit` JAX keeps the types itself, and it may go well."""
     return _explicit(getattr(sharding_of(x), "mesh", None))

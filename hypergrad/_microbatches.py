@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Jaxpr
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from hypergrad._closures import name_in, name_of
+from hypergrad._meshes import reject_explicit_mesh
 from hypergrad._placement import mesh_in_force, sharding_of
 from hypergrad._program_keys import equations
 from hypergrad.exact import TERMS
@@ -27,10 +28,20 @@ def spread(given: Any, batches: Any, others: Any) -> Microbatches | None:
     asked = given if isinstance(given, Microbatches) else Microbatches(given)
     count = asked.count
     if isinstance(count, bool) or not isinstance(count, (int, np.integer)):
-        raise TypeError(f"`microbatches` must be an int, or hg.Microbatches(count, axis, mesh); got {describe(given)}.")
+        raise TypeError(f"`microbatches` must be an int, or hg.Microbatches(count, axis, mesh); got {describe(count)}.")
     if not 1 <= count <= TERMS:
         raise ValueError(f"`microbatches` must be from 1 to {TERMS}; got {count}.")
+    names = (asked.axis,) if isinstance(asked.axis, str) else asked.axis
+    if names is not None and not (
+        isinstance(names, (tuple, list)) and names and all(isinstance(x, str) for x in names) and len({*names}) == len(names)
+    ):
+        raise TypeError(
+            f"`axis` of hg.Microbatches must be the name of an axis of the mesh, or a tuple of several; got {asked.axis!r}."
+        )
+    if asked.mesh is not None and not isinstance(asked.mesh, (Mesh, AbstractMesh)):
+        raise TypeError(f"`mesh` of hg.Microbatches must be a jax.sharding.Mesh; got {describe(asked.mesh)}.")
     mesh = asked.mesh if asked.mesh is not None else _mesh(batches, others)
+    reject_explicit_mesh("microbatches.mesh", mesh)
     if mesh is None or mesh.empty:
         if asked.axis is not None:
             raise ValueError(
@@ -39,18 +50,18 @@ def spread(given: Any, batches: Any, others: Any) -> Microbatches | None:
                 "leave out the axis."
             )
         return Microbatches(int(count))
-    names = (asked.axis,) if isinstance(asked.axis, str) else tuple(asked.axis or ())
-    if unknown := [name for name in names if name not in mesh.axis_names]:
+    if unknown := [name for name in names or () if name not in mesh.axis_names]:
         raise ValueError(
             f"hg.Microbatches(axis={asked.axis!r}): the mesh has the axes {mesh.axis_names}, and no {unknown[0]!r}."
         )
     if mesh.size == 1:
         return Microbatches(int(count))
-    found = Microbatches(int(count), asked.axis or _axis(mesh, batches), mesh)
+    found = Microbatches(int(count), tuple(names) if names else _axis(mesh, batches), mesh)
     if count % found.devices:
+        along = (found.axis,) if isinstance(found.axis, str) else found.axis or ()
         raise ValueError(
-            f"microbatches={count} do not divide among the {found.devices} devices along {found.axis!r}: each has as many. "
-            f"Take a multiple of {found.devices}."
+            f"microbatches={count} do not divide among the {found.devices} devices along {', '.join(map(repr, along))}: each "
+            f"has as many. Take a multiple of {found.devices}."
         )
     return found
 
@@ -122,7 +133,7 @@ def check_loss(microbatches: Microbatches | None, loss: Jaxpr) -> None:
     if any(e.primitive.name == "shard_map" for e in equations(loss)):
         raise ValueError(
             f"`loss` divides its work among devices itself (jax.shard_map), and microbatches={microbatches.count} are "
-            f"spread over {microbatches.axis!r}: each device computes its own, whole. Write the loss of rows, without "
+            f"spread over devices: each device computes its own, whole. Write the loss of rows, without "
             "shard_map and psum; or leave `microbatches` out."
         )
 
@@ -134,7 +145,8 @@ def _mesh(batches: Any, others: Any) -> Any:
 
 def _axis(mesh: Any, batches: Any) -> str | tuple[str, ...]:
     """The axis of the mesh along which the batches are divided, or the only one that divides anything."""
-    used = {names for s in _shardings(batches) for names in s.spec if names is not None}
+    found = {names for s in _shardings(batches) for names in s.spec if names is not None}
+    used = {names for names in found if {*(names if isinstance(names, tuple) else (names,))} <= {*mesh.axis_names}}
     used = used or {name for name in mesh.axis_names if mesh.shape[name] > 1}
     if len(used) != 1:
         raise ValueError(

@@ -102,8 +102,8 @@ class Status(eqx.Module):
                 return f"{where} is NaN or infinite before the first step. Look at how it is initialized."
             case 2:
                 added = (
-                    f" As microbatches={self.microbatches} are added on a grid, what is above {2**22:,} in the gradient of "
-                    "one counts as infinite, too."
+                    f" As microbatches={self.microbatches} are added on a grid, what is above {2**22:,} in the gradient or "
+                    "the statistics of one counts as infinite, too."
                 )
                 return (
                     f"{where} became NaN or infinite{at}. Training diverged, or a hyperparameter or the loss is not finite: "

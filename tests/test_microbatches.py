@@ -188,3 +188,41 @@ def train(microbatches: Any, batches: Any = arrays((ROWS, 3)), optimizer: Any = 
 def test_what_cannot_be_cut_is_told(error: Any, call: Any, texts: Any) -> None:
     with fails(error, *texts):
         call()
+
+
+@pytest.mark.parametrize("unit", [1e-300, 1e-16, 1.0, 1e16, 1e300])
+@pytest.mark.parametrize("of", ["validation", "theta"])
+def test_derivatives_of_any_size(unit: float, of: str) -> None:
+    """What is small beside something else: one leaf's cotangent, one leaf's product."""
+    in_theta = unit if of == "theta" and 1e-200 < unit < 1e10 else 1.0
+
+    def penalized(w: Any, theta: Any, x: Any) -> jax.Array:
+        return loss(w, theta[0], x) + in_theta * theta[1] * jnp.sum(w["b"] ** 2)
+
+    def run(theta: Any, microbatches: Any, adjoint: Any) -> jax.Array:
+        w = jax.tree.map(jnp.asarray, START)
+        done = hg.train(penalized, w, hg.SGD(0.1), hg.stacked(jnp.asarray(X)), theta=theta, microbatches=microbatches,
+                        adjoint=adjoint)  # fmt: skip
+        return (unit if of == "validation" else 1.0) * jnp.sum(done.params["a"] ** 2) + done.losses[-1]
+
+    with jax.enable_x64(True):
+        theta = [jnp.float64(0.05), jnp.float64(0.01 / in_theta)]
+        ours, oracle = (jax.grad(run)(theta, 4, adjoint) for adjoint in (hg.Reversible(), hg.Unrolled()))
+    np.testing.assert_allclose(ours, oracle, rtol=1e-9)
+
+
+def test_losses_of_a_run_that_converges() -> None:
+    exact = lambda w, theta, x: jnp.mean((x @ w) ** 2)  # noqa: E731
+    with jax.enable_x64(True):
+        done = hg.train(exact, jnp.ones(3), hg.SGD(0.3, 0.1), hg.full_batch(jnp.asarray(X[0])), steps=200, microbatches=4)
+        assert 0 < done.losses[-1] < 1e-20
+
+
+def test_float16_is_added_in_float32() -> None:
+    steep = lambda w, theta, x: jnp.mean(w * x.mean()).astype(jnp.float16)  # noqa: E731
+    x, w = jnp.full((ROWS, 2), 3e4, jnp.float16), jnp.ones(2, jnp.float16)
+    roads = (hg.Reversible(), hg.Unrolled())
+    ours, stored = (
+        hg.train(steep, w, hg.SGD(1e-5), hg.full_batch(x), steps=2, microbatches=8, adjoint=a).params for a in roads
+    )
+    np.testing.assert_array_equal(ours, stored)

@@ -26,7 +26,8 @@ from hypergrad.exact import SUM_BITS
 from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import GRADIENT
 from hypergrad.run.functions import Frozen
-from hypergrad.run.spec import LOSS_BITS, Run
+from hypergrad.run.microbatches import IN_ORDER, SCALED
+from hypergrad.run.spec import Run
 from hypergrad.run.step import Signals
 
 
@@ -46,8 +47,6 @@ class Products(NamedTuple):
     theta: list[Array]  # (d_theta g)^T u, of the wanted leaves; likewise
     asymmetry: Array | None = None  # `_asymmetry`: float32 [3], where somebody watches and J passes as symmetric
 
-
-PRODUCT_BITS = 14  # of means of products with cotangents of at most 2^-6: below 2^32, rounded to 2^-62
 
 FirstOrder = Callable[[list[Array], list[Array], list[Array], Frozen, list[Any]], tuple[Any, Any]]
 
@@ -123,10 +122,12 @@ def products(
                 g, (hu, cross), g_theta, value, seen = barrier((g, back, g_theta, value, seen))
         return value, (g, seen), (g_theta, hu, cross, asymmetry)
 
-    bits, shared = (LOSS_BITS, SUM_BITS, PRODUCT_BITS), (w, these, theta, frozen, u, dloss, push)
-    value, (g, seen), (g_theta, hu, cross, asymmetry) = run.over_parts(of_part, bits, shared, batch)
-    found = Gradients(value, seen, run.joined(t, g), g_theta)
-    return found, Products(unscaled(run.joined(t, hu)), unscaled(cross), asymmetry)
+    kinds, shared = (IN_ORDER, SUM_BITS, SCALED), (w, these, theta, frozen, u, dloss, push)
+    found = run.over_parts(of_part, kinds, shared, batch, [*u, dloss, *push])
+    value, (g, seen), (g_theta, hu, cross, asymmetry) = found
+    return Gradients(value, seen, run.joined(t, g), g_theta), Products(
+        unscaled(run.joined(t, hu)), unscaled(cross), asymmetry
+    )
 
 
 def _asymmetry(here: tuple[Any, Any], near: tuple[Any, Any]) -> Array:
@@ -172,13 +173,13 @@ def accumulator(x: Array) -> Any:
 
 def _scaled(run: Run, u: list[Array]) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
     """(u times a power of two, what divides by it again, as `accumulator`s). Only where the loss computes in float16 or
-    less, or where products are summed on a grid.
+    less.
 
     The largest entry becomes 2^-6, where float16 has as many exponents below as above. Without it what passes back through
     float16 is zero below 6e-8 and infinite above 65504, in whatever unit the validation loss is counted.
     """
     wide = lambda xs: [x.astype(accumulator(x)) for x in xs]  # noqa: E731
-    if not (run.functions.narrow or run.microbatches) or not u:
+    if not run.functions.narrow or not u:
         return u, wide
     largest = jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(u[0].dtype) for x in u]).max()
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1))
@@ -254,7 +255,7 @@ def _pulled(
             with jax.enable_x64(run.x64):
                 return vjp(push)
 
-        found = run.over_parts(of_part, PRODUCT_BITS, (push, w, theta, frozen), batch)
+        found = run.over_parts(of_part, SCALED, (push, w, theta, frozen), batch, push)
         with jax.enable_x64(run.x64):
             return [unscaled(x) for x in found]
 

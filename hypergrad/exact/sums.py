@@ -50,10 +50,11 @@ class Sum(NamedTuple):
         """self + x: float [...], one of so many terms, each below `sum_range(bits)` in magnitude."""
         coarse, fine = offsets
         y = x.astype(jnp.float64) * _shrink(terms)
+        fits = jnp.abs(y) < sum_range(bits) * _shrink(terms)  # NaN does not
         high = y + coarse
         low = (y - (high - coarse)) + fine
         lost = _bits(_offset(bits)) + _LOST
-        high = jnp.where(jnp.abs(x) < sum_range(bits), _bits(high), lost)  # NaN is not
+        high = jnp.where(fits, _bits(high), lost)
         return Sum(self.high + high, self.low + _bits(low))
 
     def over(self, axis: str | tuple[str, ...]) -> "Sum":

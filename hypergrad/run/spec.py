@@ -6,7 +6,7 @@ Invariant: `Run.batch` is one function of t, and `Run.gradient` one of (paramete
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -24,13 +24,12 @@ from hypergrad.optimizers.expand import Hypers, link_numerators
 from hypergrad.optimizers.transform import Transform
 from hypergrad.run import drivers
 from hypergrad.run.functions import Frozen, Functions
-from hypergrad.run.microbatches import Microbatches
+from hypergrad.run.microbatches import IN_ORDER, Microbatches
 from hypergrad.run.pieces import alone
 from hypergrad.run.stores import Store
 
 
 STORED = 256  # steps of a segment whose words go elsewhere
-LOSS_BITS = 14  # of means of losses: below 2^32, rounded to 2^-62
 
 
 class Inputs(NamedTuple):
@@ -201,13 +200,16 @@ class Run:
         shared = w, theta, frozen
         if smooth and self.microbatches is not None:
             return self.microbatches.mean_of_floats(at_once, shared, batch)
-        return self.over_parts(at_once, (LOSS_BITS, SUM_BITS, SUM_BITS), shared, batch)
+        return self.over_parts(at_once, (IN_ORDER, SUM_BITS, SUM_BITS), shared, batch)
 
-    def over_parts(self, function: Callable[..., Any], bits: Any, shared: Any, batch: list[Any]) -> Any:
-        """function(shared, batch), or its mean over microbatches; bits: of their sums."""
+    def over_parts(
+        self, function: Callable[..., Any], kinds: Any, shared: Any, batch: list[Any], of: Sequence[Array] = ()
+    ) -> Any:
+        """function(shared, batch), or its mean over microbatches (`Microbatches.mean`). of: what it is linear in."""
         if self.microbatches is None:
             return function(shared, batch)
-        return self.microbatches.mean(function, bits, shared, batch)
+        unit = jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(jnp.float64) for x in of]).max() if of else 1.0
+        return self.microbatches.mean(function, kinds, shared, batch, unit)
 
     def isolated_gradient(
         self, gradient: Callable[..., Any], t: Array, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]
