@@ -60,8 +60,8 @@ def spread(given: Any, batches: Any, others: Any) -> Microbatches | None:
     if count % found.devices:
         along = (found.axis,) if isinstance(found.axis, str) else found.axis or ()
         raise ValueError(
-            f"microbatches={count} do not divide among the {found.devices} devices along {', '.join(map(repr, along))}: each "
-            f"has as many. Take a multiple of {found.devices}."
+            f"microbatches={count} do not divide among the {found.devices} devices along {', '.join(map(repr, along))}: "
+            f"each has as many. Take a multiple of {found.devices}."
         )
     return found
 

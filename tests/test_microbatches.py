@@ -157,9 +157,9 @@ def test_certified_by_check_reversal_and_remembered_by_a_record(tmp_path: Any) -
 def test_a_gradient_out_of_range_is_an_error_that_names_the_leaf() -> None:
     steep = lambda w, theta, x: 1e8 * jnp.mean(w["b"]) + jnp.mean(w["a"] ** 2) + 0 * jnp.sum(x)  # noqa: E731
     w, batches = hypers(jnp.float32)["w"], hg.stacked(jnp.asarray(X, jnp.float32))
-    with fails(hg.RangeError, "v['b']"):
+    with fails(hg.RangeError, "velocity['b']"):
         hg.train(steep, w, hg.SGD(1e-9, 0.5), batches)
-    with fails(hg.NonFiniteError, "v['b']", "step 0", "microbatches=4", "4,194,304"):
+    with fails(hg.NonFiniteError, "velocity['b']", "step 0", "microbatches=4", "4,194,304"):
         hg.train(steep, w, hg.SGD(1e-9, 0.5), batches, microbatches=4)
 
 

@@ -1,14 +1,18 @@
 """The benchmark of devices, in short: what a device carries, and whether bits are the same."""
 
 from experiments.benchmarks import devices
+from experiments.benchmarks.workloads import transformer_task
 
 
-def test_microbatches_on_one_and_two(capsys) -> None:
-    short = ["--devices", "1", "2", "--steps", "2", "--rounds", "1", "--microbatches", "2"]
-    devices.WAYS = ("microbatches",)
-    devices.main(devices.parser().parse_args(short))
-    _, one, two = capsys.readouterr().out.splitlines()
-    assert one.split()[:2] == ["microbatches", "1"] and two.split()[-1] == "same"
+def test_each_way_on_one_device_in_short(monkeypatch, capsys) -> None:
+    tiny = lambda steps: transformer_task(steps, width=8, depth=1, length=4, batch_size=4, examples=8)  # noqa: E731
+    monkeypatch.setattr(devices, "small_transformer", tiny)
+    here = lambda way, count, arguments: devices.measured(way, count, arguments.steps, arguments.rounds, 2)  # noqa: E731
+    monkeypatch.setattr(devices, "in_process", here)
+    devices.main(devices.parser().parse_args(["--devices", "1", "--steps", "2", "--rounds", "1"]))
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line[:13].strip() for line in lines] == [way[:13].strip() for way in devices.WAYS]
+    assert all(line.endswith("same") for line in lines)
 
 
 def test_what_is_read_from_a_program() -> None:

@@ -47,7 +47,7 @@ def histories(outputs: list[str]) -> list[Any]:
     return [json.loads(lines(output, "history")[0]) for output in outputs]
 
 
-@pytest.mark.parametrize("then", [1, 4])
+@pytest.mark.parametrize("then", [1, 4], ids=["one", "four"])
 def test_begun_by_two_and_ended_by_others(then: int, expected: Any, tmp_path: pathlib.Path) -> None:
     options = {"FOLDER": str(tmp_path / "run"), **QUICK}
     first = histories(in_processes(META, 2, STOP="2", **options))
