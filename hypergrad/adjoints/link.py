@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad._isolation import isolated, stored
-from hypergrad.exact import Fixed
+from hypergrad.exact import Fixed, total
 from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import STATISTICS, Link
 from hypergrad.optimizers.expand import Hypers
@@ -58,9 +58,9 @@ def undo_link(
     slot = retreat(block, link, state[j], h[j], entries[j], increment_at(block, link, t, h[j], read, g))
     state = replaced(state, j, {link.name: slot})
     dz = spread(run, j, ct.z, back.read)
-    dh = {k: x + summed(t, back.h[k], x.shape) for k, x in ct.h[j].items()}
+    dh = {k: x + summed(run, t, back.h[k], x.shape) for k, x in ct.h[j].items()}
     if link.decay:
-        dh[link.decay] += summed(t, dz[j][link.name] * decoded(block, link, state[j]), dh[link.decay].shape)
+        dh[link.decay] += summed(run, t, dz[j][link.name] * decoded(block, link, state[j]), dh[link.decay].shape)
     return state, Cotangents(dz, [dh if i == j else own for i, own in enumerate(ct.h)], ct.theta), back.g
 
 
@@ -97,9 +97,12 @@ def decayed(dz: Floats, rho: dict[str, Array]) -> Floats:
     return {**dz, **{name: r * dz[name] for name, r in rho.items()}}
 
 
-def summed(t: Array, x: Array, shape: tuple[int, ...]) -> Array:
-    """The cotangent of a hyperparameter from that of each entry, which is stored first."""
-    return x if x.shape == shape else sum_to(stored(t, x), shape)
+def summed(run: Run, t: Array, x: Array, shape: tuple[int, ...]) -> Array:
+    """The cotangent of a hyperparameter from that of each entry, which is stored first; in no order where programs for other
+    numbers of devices are to come to the same."""
+    if x.shape == shape:
+        return x
+    return sum_to(stored(t, x), shape) if run.microbatches is None else total(x, shape)
 
 
 def plus(a: Any, b: Any) -> Any:

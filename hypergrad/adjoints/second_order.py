@@ -22,11 +22,10 @@ from jax import Array
 from hypergrad._isolation import barrier, isolated
 from hypergrad._settings import own_settings
 from hypergrad.errors import HypergradError
-from hypergrad.exact import SUM_BITS
 from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import GRADIENT
 from hypergrad.run.functions import Frozen
-from hypergrad.run.microbatches import IN_ORDER, SCALED
+from hypergrad.run.means import InOrder, OnGrid, Scaled
 from hypergrad.run.spec import Run
 from hypergrad.run.step import Signals
 
@@ -122,7 +121,7 @@ def products(
                 g, (hu, cross), g_theta, value, seen = barrier((g, back, g_theta, value, seen))
         return value, (g, seen), (g_theta, hu, cross, asymmetry)
 
-    kinds, shared = (IN_ORDER, SUM_BITS, SCALED), (w, these, theta, frozen, u, dloss, push)
+    kinds, shared = (InOrder(), OnGrid(), Scaled()), (w, these, theta, frozen, u, dloss, push)
     found = run.over_parts(of_part, kinds, shared, batch, [*u, dloss, *push])
     value, (g, seen), (g_theta, hu, cross, asymmetry) = found
     return Gradients(value, seen, run.joined(t, g), g_theta), Products(
@@ -255,7 +254,7 @@ def _pulled(
             with jax.enable_x64(run.x64):
                 return vjp(push)
 
-        found = run.over_parts(of_part, SCALED, (push, w, theta, frozen), batch, push)
+        found = run.over_parts(of_part, Scaled(), (push, w, theta, frozen), batch, push)
         with jax.enable_x64(run.x64):
             return [unscaled(x) for x in found]
 

@@ -37,6 +37,7 @@ from hypergrad.exact.sums import TERMS as TERMS
 from hypergrad.exact.sums import Offsets as Offsets
 from hypergrad.exact.sums import Sum as Sum
 from hypergrad.exact.sums import sum_range as sum_range
+from hypergrad.exact.sums import total as total
 
 
 HEADS, DEFERRED = HeadsAndWords(), Deferred()

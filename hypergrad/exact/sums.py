@@ -68,6 +68,23 @@ class Sum(NamedTuple):
         return jnp.where(high < _LOST // 2, found * (2.0**-bits / _shrink(terms) / terms), jnp.nan).astype(dtype)
 
 
+def total(x: Array, shape: tuple[int, ...]) -> Array:
+    """x, float, summed over the axes along which `shape` was broadcast to it, in no order: by integers that go with its
+    largest entry. Call it inside `jax.enable_x64(True)`."""
+    lead = x.ndim - len(shape)
+    axes = (*range(lead), *(lead + i for i, n in enumerate(shape) if n != x.shape[lead + i]))
+    bits = 61 - math.ceil(math.log2(max(x.size // max(math.prod(shape), 1), 1)))
+    largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float64)
+    usual = jnp.isfinite(largest) & (largest > 0)
+    unit = jnp.ldexp(jnp.float64(1), jnp.where(usual, jnp.clip(jnp.frexp(largest)[1], -1000, 1000), 0))
+    y = x.astype(jnp.float64) / unit * 2.0**bits
+    high = jnp.round(y)
+    low = jnp.round((y - high) * 2.0**bits)
+    sums = [jnp.sum(part.astype(jnp.int64), axis=axes).astype(jnp.float64) * 2.0**-bits for part in (high, low)]
+    found = (sums[0] + sums[1] * 2.0**-bits) * unit
+    return jnp.where(jnp.isfinite(largest), found, jnp.nan).astype(x.dtype).reshape(shape)
+
+
 def sum_range(bits: int) -> float:
     """The magnitude that what is added must stay below."""
     return 2.0 ** (_RANGE_BITS - bits)

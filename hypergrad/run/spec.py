@@ -17,14 +17,15 @@ from jax import Array
 from hypergrad import _programs as programs
 from hypergrad._isolation import barrier, isolated, wanting
 from hypergrad.batches import HostBatches
-from hypergrad.exact import SUM_BITS, Schedule
+from hypergrad.exact import Schedule
 from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import GRADIENT, STATISTICS
 from hypergrad.optimizers.expand import Hypers, link_numerators
 from hypergrad.optimizers.transform import Transform
 from hypergrad.run import drivers
 from hypergrad.run.functions import Frozen, Functions
-from hypergrad.run.microbatches import IN_ORDER, Microbatches
+from hypergrad.run.means import InOrder, OnGrid
+from hypergrad.run.microbatches import Microbatches
 from hypergrad.run.pieces import alone
 from hypergrad.run.stores import Store
 
@@ -200,7 +201,7 @@ class Run:
         shared = w, theta, frozen
         if smooth and self.microbatches is not None:
             return self.microbatches.mean_of_floats(at_once, shared, batch)
-        return self.over_parts(at_once, (IN_ORDER, SUM_BITS, SUM_BITS), shared, batch)
+        return self.over_parts(at_once, (InOrder(), OnGrid(), OnGrid()), shared, batch)
 
     def over_parts(
         self, function: Callable[..., Any], kinds: Any, shared: Any, batch: list[Any], of: Sequence[Array] = ()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from hypergrad._isolation import unseen
-from hypergrad.exact import SUM_BITS, TERMS, Offsets, Sum, sum_range
+from hypergrad.exact import SUM_BITS, TERMS, Offsets, Sum, sum_range, total
 
 
 QUANTUM = 2.0 ** -(SUM_BITS + 48)
@@ -81,3 +81,22 @@ def test_the_most_terms_do_not_wrap() -> None:
     found = np.asarray(jax.lax.fori_loop(0, TERMS, add, Sum.zeros_like(x)).mean(jnp.float64, TERMS))
     np.testing.assert_array_equal(found[:2], np.asarray(x[:2], np.float64))
     assert np.isnan(found[2])
+
+
+@pytest.mark.parametrize(("shape", "to"), [((1000,), ()), ((7, 30), (30,)), ((3, 4, 5), (4, 1)), ((), ()), ((5,), (1,))])
+@pytest.mark.parametrize("unit", [1e-300, 1.0, 1e300])
+def test_totals_in_no_order(shape: Any, to: Any, unit: float) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=shape) * 2.0 ** rng.integers(-30, 1, shape) * unit
+    rows = np.sum(x, axis=tuple(range(x.ndim - len(to))), keepdims=False)
+    axes = tuple(i for i, (a, b) in enumerate(zip(np.shape(rows), to, strict=True)) if a != b)
+    found = np.asarray(total(jnp.asarray(x), to))
+    np.testing.assert_allclose(found, np.sum(rows, axis=axes, keepdims=True).reshape(to), rtol=1e-13, atol=1e-14 * unit)
+    turned = x[tuple(slice(None, None, -1) for _ in shape)]
+    if not to:
+        assert np.asarray(total(jnp.asarray(turned), to)).tobytes() == found.tobytes()
+
+
+def test_a_total_of_what_is_no_number() -> None:
+    assert np.isnan(total(jnp.array([1.0, np.nan]), ())) and np.isnan(total(jnp.array([1.0, np.inf]), ()))
+    assert total(jnp.zeros((3, 0)), (3, 1)).tolist() == [[0], [0], [0]] and total(jnp.zeros(4), ()) == 0
