@@ -79,10 +79,9 @@ class Microbatches:
     def _like(self, function: Callable[..., Any], shared: Any, batch: list[Any]) -> Any:
         return jax.eval_shape(lambda shared, batch: function(shared, self.part(batch, 0)), shared, batch)
 
-    def part(self, batch: list[Any], m: Any, parts: int | None = None) -> list[Any]:
-        """Part m of so many; of a scalar, all of it; of a key, one of its own."""
-        parts = self.count if parts is None else parts
-        return [_part(x, m, parts) for x in batch]
+    def part(self, batch: list[Any], m: Any) -> list[Any]:
+        """Part m of all; of a scalar, all of it; of a key, one of its own."""
+        return [_part(x, m, self.count) for x in batch]
 
     def _spread(self, function: Any, made: Made, shared: Any, batch: list[Any], unit: Array) -> list[Array]:
         own = functools.partial(self._own, function, made)
