@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from hypergrad import _door as door
 from hypergrad import _programs as programs
 from hypergrad._closures import name_in, name_of
-from hypergrad._lapack import one_by_one
+from hypergrad._cpu_kernels import careful_kernels
 from hypergrad._programs import Program
 from hypergrad._trace import Traced, rules_of
 from hypergrad.hypers import describe
@@ -70,7 +70,7 @@ def measured(
                 "would be lost. Make it a part of theta."
             )
     found = Metrics(
-        Program(one_by_one(program.jaxpr), program.key, program.out),
+        Program(careful_kernels(program.jaxpr), program.key, program.out),
         places,
         len(leaves),
         rules_of(metric, program, held, arguments),

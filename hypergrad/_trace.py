@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr
 from hypergrad import _door as door
 from hypergrad import _programs as programs
 from hypergrad._closures import name_in, name_of
-from hypergrad._lapack import one_by_one
+from hypergrad._cpu_kernels import careful_kernels
 from hypergrad._microbatches import part_of, reject_on_mesh, without_mesh
 from hypergrad._own_rules import is_float, own_rule
 from hypergrad._program_keys import Key, array_key, equations
@@ -110,7 +110,7 @@ def trace(
     found = reads_of(program, sizes, [own or bool(signals or microbatches) or whole for own in per_step], captured)
     functions = Functions(
         batch,
-        Program(one_by_one(found.loss.jaxpr), program.key, program.out),
+        Program(careful_kernels(found.loss.jaxpr), program.key, program.out),
         captured,
         StepTheta((*per_step, *[False] * sum(captured)), found.reads, found.indices),
         rules_of(loss, program, of_loss, arguments),
@@ -153,7 +153,7 @@ def _signals(
                 "a signal of the optimizer reads a traced value from outside, whose derivative would be lost. Make it a "
                 "part of theta, or of the parameters."
             )
-    return Signals(names, Program(one_by_one(program.jaxpr), program.key, program.out), tuple(places)), rest
+    return Signals(names, Program(careful_kernels(program.jaxpr), program.key, program.out), tuple(places)), rest
 
 
 def _split(tree: Any, chosen: Callable[[Any], bool]) -> tuple[tuple[list[Any], list[Any]], Callable[..., Any]]:

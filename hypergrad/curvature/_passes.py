@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad._lapack import eigh
+from hypergrad._cpu_kernels import eigh
 from hypergrad._lifted import interpreted
 from hypergrad.curvature._likelihoods import End
 from hypergrad.curvature._uses import Found, Use

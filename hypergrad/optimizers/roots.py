@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad._lapack import eigh
+from hypergrad._cpu_kernels import eigh
 
 
 def inverse_power(a: Array, e: Array | float, ridge: Array | float = 0.0) -> Array:

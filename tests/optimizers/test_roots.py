@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hypergrad._lapack import divided, eigh
+from hypergrad._cpu_kernels import careless, eigh
 from hypergrad.optimizers.roots import eigenvectors, inverse_power, inverse_root
 
 
@@ -52,7 +52,7 @@ def test_eigenvalues_are_taken_of_one_matrix_after_the_other(function: Any) -> N
     along = lambda a: jax.jvp(function, (a,), (a,))  # noqa: E731
     batch = jnp.stack([jnp.asarray(positive(3, seed=i)) for i in range(6)]).reshape(2, 3, 3, 3)
     program = jax.make_jaxpr(jax.vmap(jax.vmap(along)))(batch)
-    assert not divided(program.jaxpr)
+    assert not careless(program.jaxpr)
     found = jax.jit(jax.vmap(jax.vmap(along)))(batch)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x[1, 2], y, atol=1e-9), found, along(batch[1, 2]))
 
