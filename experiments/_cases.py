@@ -40,6 +40,7 @@ LATER: dict[str, tuple[Any, float, tuple[str, ...]]] = {  # of the seeds from `L
 }  # fmt: skip
 LATER_SEEDS = 1_000_000
 SEEDS_THAT_READ = 2_000_000  # rows of theta by index, and one value of it per step
+SEEDS_IN_PARTS = 3_000_000  # train with microbatches
 DECAYS = (0.3, 0.75, 0.9, 0.97)
 TRANSFORMS = ("clip", "clip_by_global_norm", "add_decayed_weights", "freeze")
 
@@ -89,6 +90,8 @@ def draw(seed: int) -> Drawn:
     evidence = chance(0.2)
     source, marks = write_loss(rng, params, theta, rough, evidence)
     rules = ("SGD", "SGD", "HeavyBall", "HeavyBall", "Adam", "Adam", *RULES) if seed < LATER_SEEDS else tuple(LATER)
+    if seed >= SEEDS_IN_PARTS:
+        rules = (*RULES, *LATER)
     steps, name = int(rng.integers(2, 9)), one(rules)
     arrays = _Arrays(rng)
     h = {"params": arrays.dict(params), "theta": arrays.dict(theta)}
@@ -98,11 +101,13 @@ def draw(seed: int) -> Drawn:
     if evidence:
         h["means"] = {"seen": np.float64(0.1), "row": rng.normal(size=4)}
         h["statistics_decay"] = _decay(one, chance, np.float64(one(DECAYS)))
+    parts = int(rng.integers(1, 4)) if seed >= SEEDS_IN_PARTS else None
+    lead = (DISTINCT,) if parts is None else (DISTINCT, parts)
     data = {
-        "x": rng.normal(size=(DISTINCT, 4, 3)),
-        "y": rng.normal(size=(DISTINCT, 4)),
-        "places": rng.integers(0, 100, (DISTINCT, 5)),
-        "which": rng.integers(0, 100, DISTINCT),
+        "x": rng.normal(size=(*lead, 4, 3)),
+        "y": rng.normal(size=(*lead, 4)),
+        "places": rng.integers(0, 100, (*lead, 5)),
+        "which": rng.integers(0, 100, lead),
     }
     batches = "host" if mode == "host_batches" else one(("stacked", "function", "full"))
     names = tuple(n for n in h if chance(0.6)) or ("params",)
@@ -110,10 +115,11 @@ def draw(seed: int) -> Drawn:
     reads = (chance(0.4), chance(0.3))  # the learning curve, the final accumulators
     quick = chance(0.75)
     floats, compiled = "float64" if x64 else "float32", " compiled quickly" * quick
-    words = f"{said}, {steps} steps, batches {batches}, {floats}, {mode}{compiled}, in {' '.join(names)}"
+    batched = batches if parts is None else f"{batches} in {parts} parts"
+    words = f"{said}, {steps} steps, batches {batched}, {floats}, {mode}{compiled}, in {' '.join(names)}"
 
     def make() -> Case:
-        return _case(loss_of(source, seed), h, rule, data, batches, steps, reads, varied)
+        return _case(loss_of(source, seed), h, rule, data, batches, parts, steps, reads, varied)
 
     return Drawn(seed, source, words, mode, names, quick, x64, frozenset(marks), make)
 
@@ -174,9 +180,15 @@ def _theta(theta: dict[str, Any], steps: int) -> dict[str, Any]:
     return theta | ({"each": hg.PerStep(theta["each"][:steps])} if "each" in theta else {})
 
 
+def _of_one_row(loss: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """The loss of a microbatch whose only row is what the loss takes."""
+    return lambda params, theta, batch: loss(params, theta, jax.tree.map(lambda x: x[0], batch))
+
+
 def _case(
-    loss: Any, h: Any, rule: Any, data: Any, batches: str, steps: int, reads: tuple[bool, bool], varied: tuple[str, ...]
-) -> Case:
+    loss: Any, h: Any, rule: Any, data: Any, batches: str, parts: int | None, steps: int, reads: tuple[bool, bool],
+    varied: tuple[str, ...],
+) -> Case:  # fmt: skip
     dtype = jnp.result_type(float)
     h = jax.tree.map(lambda x: jnp.asarray(x, dtype), h)
     data = {k: np.asarray(x, np.int32 if x.dtype.kind == "i" else dtype) for k, x in data.items()}
@@ -200,8 +212,8 @@ def _case(
         h = hg.natural(h)
         statistics = hg.Statistics(h["means"], h["statistics_decay"]) if "means" in h else None
         run = hg.train(
-            loss, h["params"], rule(h, steps), source(key, adjoint), theta=_theta(h["theta"], steps), steps=steps,
-            statistics=statistics, adjoint=adjoint,
+            loss if parts is None else _of_one_row(loss), h["params"], rule(h, steps), source(key, adjoint),
+            theta=_theta(h["theta"], steps), steps=steps, statistics=statistics, adjoint=adjoint, microbatches=parts,
         )  # fmt: skip
         read = [run.params, run.statistics, run.losses if reads[0] else None, run.state if reads[1] else None]
         return sum(jnp.mean(jnp.sin(3 * x + i)) for i, x in enumerate(jax.tree.leaves(read)) if x.size)

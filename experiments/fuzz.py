@@ -5,12 +5,12 @@
 A case is made of its number alone: a loss drawn from a grammar of JAX (`experiments/_grammar.py`), some of them with
 derivative rules of their own, an optimizer with transformations and statistics, floats, batches, a mode, and what is
 differentiated. `--only` runs one again and prints its loss. Several processes may share the numbers: `--first 0 --cases
-1000` and `--first 1000 --cases 1000`; those from `--first 1000000` on draw the rules that came later,
-those from `--first 2000000` on read rows and steps of theta besides. Three cases in four
-are compiled with few of XLA's optimizations; `--part quick` runs those alone, in two thirds of their time since all of the
-process is compiled so, `--part full` the others. A difference is tried again as users compile, in a process of its own, and
-only that counts. The last table counts what came of them; exit status 1 if one differs, or fails in words that are not the
-library's.
+1000` and `--first 1000 --cases 1000`; those from `--first 1000000` on draw the rules that came later, those from `--first
+2000000` on read rows and steps of theta besides, and those from `--first 3000000` on draw of all rules and train with
+microbatches. Three cases in four are compiled with few of XLA's optimizations; `--part quick` runs those alone, in two
+thirds of their time since all of the process is compiled so, `--part full` the others. A difference is tried again as users
+compile, in a process of its own, and only that counts. The last table counts what came of them; exit status 1 if one
+differs, or fails in words that are not the library's.
 """
 
 import argparse
