@@ -51,6 +51,9 @@ from hypergrad.hypers import positive as positive
 from hypergrad.hypers import scatter as scatter
 from hypergrad.hypers import unit_interval as unit_interval
 from hypergrad.optimizers import ADOPT as ADOPT
+from hypergrad.optimizers import KFAC as KFAC
+from hypergrad.optimizers import KFLR as KFLR
+from hypergrad.optimizers import KFRA as KFRA
 from hypergrad.optimizers import LAMB as LAMB
 from hypergrad.optimizers import LARS as LARS
 from hypergrad.optimizers import SGD as SGD

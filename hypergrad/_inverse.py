@@ -14,7 +14,7 @@ from hypergrad._train import set_up
 from hypergrad.adjoints import Reversible
 from hypergrad.batches import full_batch
 from hypergrad.exact import WORD_BITS, Fixed, Heads, grid_range
-from hypergrad.optimizers.block import Block
+from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import GRADIENT, Link, Optimizer
 from hypergrad.run.per_step import join_steps, split_steps
 from hypergrad.run.spec import Run, by_link, schedules
@@ -39,7 +39,7 @@ def check_inverse(optimizer: Optimizer, params: Any = None, *, steps: int = 20, 
     with own_settings():
         plan = schedules(run, inputs.h)
         words = int(most_words(plan))
-        signals = [{name: _normal(rng, steps, block) for name in _signals(block)} for block in run.blocks]
+        signals = [_signals(rng, steps, block, own) for block, own in zip(run.blocks, inputs.values, strict=True)]
         constant, stepped = split_steps(inputs.h, steps)
         fresh = initial_state(run, inputs.values, tuple((words,) * len(block.chain) for block in run.blocks))
         state: State = map_state(lambda block, link, slot: _drawn(rng, block, link, slot), run, fresh)
@@ -60,12 +60,11 @@ def _nothing(params: Any, theta: Any, batch: Any) -> Array:
     return jnp.zeros(())
 
 
-def _signals(block: Block) -> list[str]:
-    return [GRADIENT, *(link.signal for link in block.chain if link.signal != GRADIENT)]
-
-
-def _normal(rng: np.random.Generator, steps: int, block: Block) -> Array:
-    return jnp.asarray(rng.normal(size=(steps, *block.shape)), block.dtype)
+def _signals(rng: np.random.Generator, steps: int, block: Block, values: Floats) -> dict[str, Array]:
+    """{signal: random ones of all steps}"""
+    like = {GRADIENT: jax.ShapeDtypeStruct(block.shape, block.dtype)}
+    like |= {link.signal: block.seen(link, values) for link in block.chain if link.signal != GRADIENT}
+    return {name: jnp.asarray(rng.normal(size=(steps, *x.shape)), x.dtype) for name, x in like.items()}
 
 
 def _drawn(rng: np.random.Generator, block: Block, link: Link, slot: Slot) -> Slot:

@@ -90,7 +90,7 @@ def trace(
         *rest, key = lists
         scalar = (lambda *a: loss(*a)[0]) if pair else loss
         found = {name: function(scalar, *as_given(w, *rest), key) for name, function in signals.items()}
-        return {name: door.check_signal(name, x, tree, w) for name, x in found.items()}
+        return {name: door.check_signal(name, x, tree) for name, x in found.items()}
 
     of_step = [
         jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if own else x for x, own in zip(theta_floats, per_step, strict=True)
@@ -198,13 +198,13 @@ def with_foreign(run: Run, values: list[Floats], h: list[Hypers], statistics: An
         found.append((key, tuple(array_key(x) for x in held)))
 
     wide = [jax.ShapeDtypeStruct(block.shape, block.dtype) for block in run.of_parameters]
-    for block, own, hj, g in zip(run.of_parameters, values, h, wide, strict=False):
+    for block, own, hj in zip(run.of_parameters, values, h, strict=False):
         for link in block.chain:
             if link.increment is not None and _foreign(link.increment):
                 others = {name: x for name, x in own.items() if name != link.name}
                 others |= {STATISTICS: statistics} if run.statistics else {}
                 one = functools.partial(block.increment, link)
-                note(f"the increment of link `{link.name}`", one, link.increment, hj, others, g)
+                note(f"the increment of link `{link.name}`", one, link.increment, hj, others, block.seen(link, own))
     for transform in run.transforms:
         if _foreign(transform.function):
             of_parameters = h[: len(wide)]

@@ -157,6 +157,8 @@ def set_up(
     values, h = out.values, out.h
     of_one_step = jax.eval_shape(lambda h: one_step(h, steps), h)
     seen = _statistics_like(statistics_tree, values)
+    if traced.functions.signals is not None:
+        door.check_shapes_of_signals(traced.functions.signals.program.out, tuple(out.blocks), values, params)
     blocks = decided(out.blocks, of_one_step, values, seen)
     if metric is not None:
         door.check_signature(CALL, metric, "hypers is the optimizer, as it is at that step.")

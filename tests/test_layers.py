@@ -31,7 +31,7 @@ PLACE = {name: place for place, room in enumerate(ROOMS) for name in room}
 
 PUBLIC = {
     "train", "Trained", "Statistics", "PerStep", "minibatches", "stacked", "full_batch", "host_batches",
-    "SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad", "DiagonalGGN", "DiagonalGGNMC",
+    "SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad", "DiagonalGGN", "DiagonalGGNMC", "KFAC", "KFLR", "KFRA",
     "AdEMAMix", "ADOPT", "Muon", "NorMuon", "muon_with_adamw", "Shampoo", "SOAP", "LARS", "LAMB", "Lion", "Nesterov",
     "NAdamW", "ScheduleFreeAdamW", "Sophia", "SophiaG",
     "with_gradient_link",

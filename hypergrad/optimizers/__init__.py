@@ -11,6 +11,9 @@ from hypergrad.optimizers.diagonal import DiagonalGGNMC as DiagonalGGNMC
 from hypergrad.optimizers.gradient_link import GradientLinked as GradientLinked
 from hypergrad.optimizers.gradient_link import WithGradientLink as WithGradientLink
 from hypergrad.optimizers.gradient_link import with_gradient_link as with_gradient_link
+from hypergrad.optimizers.kronecker import KFAC as KFAC
+from hypergrad.optimizers.kronecker import KFLR as KFLR
+from hypergrad.optimizers.kronecker import KFRA as KFRA
 from hypergrad.optimizers.lion import Lion as Lion
 from hypergrad.optimizers.muon import Muon as Muon
 from hypergrad.optimizers.muon import NorMuon as NorMuon

@@ -22,7 +22,7 @@ from hypergrad._cpu_kernels import carefully
 from hypergrad._isolation import only_products
 from hypergrad._placement import may_be_divided
 from hypergrad.exact import DEFERRED, DEFERRED_REFERENCE, HEADS, REFERENCE, Buffer, default_fraction_bits, known_numerator
-from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link, View
+from hypergrad.optimizers.chain import GRADIENT, PARAMS, STATISTICS, Link, View
 from hypergrad.optimizers.expand import Field, Hypers, compute_dtype, concrete
 from hypergrad.optimizers.partition import Stack
 from hypergrad.schedules import PerStep
@@ -101,7 +101,11 @@ class Block:
         """The increment of a link as a program of the leaves of (h, what it may read, g)."""
         others = {name: x for name, x in z.items() if name != link.name}
         function = lambda h, z, g: self.increment(link, h, z, g)  # noqa: E731
-        return jax.make_jaxpr(function)(h, others, jax.ShapeDtypeStruct(self.shape, self.dtype)).jaxpr
+        return jax.make_jaxpr(function)(h, others, self.seen(link, z)).jaxpr
+
+    def seen(self, link: Link, z: Floats) -> jax.ShapeDtypeStruct:
+        """What a link is given as g: like the block, or, if it is no gradient, like what the link holds."""
+        return jax.ShapeDtypeStruct(self.shape if link.signal == GRADIENT else z[link.name].shape, self.dtype)
 
     def bits(self, link: Link) -> int:
         return self.fraction_bits[self.chain.index(link)]

@@ -70,9 +70,10 @@ class Optimizer(eqx.Module):
     of its leaf, nor on its shape (small leaves are then laid side by side: less to compile). `weights`: what else than links
     a run must know to go on where another ended, {entry of `state`: decay}: 1 - the product of that decay over all steps
     before, which `prepare` finds in h where `state` has it. `signals`: what links see that do not see the gradient, {name:
-    function(loss, params, theta, batch, key) -> pytree like the parameters}, at the old parameters; loss(params, theta,
-    batch) is the user's, key the step's own. `by_step`: `prepare` makes the values of a step of that step's alone, and of
-    `weights`. `approximate`: what of the update its derivative leaves out, a phrase for the status.
+    function(loss, params, theta, batch, key) -> pytree like the parameters, leaves of the shape that the link holds}, at the
+    old parameters; loss(params, theta, batch) is the user's, key the step's own. `by_step`: `prepare` makes the values of a
+    step of that step's alone, and of `weights`. `approximate`: what of the update its derivative leaves out, a phrase for
+    the status.
     """
 
     chain: ClassVar[tuple[Link, ...]]

@@ -1,6 +1,7 @@
 """What a rule may be given, where only some values make sense."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +24,14 @@ def check_int(rule: Optimizer, field: str, least: int) -> None:
 def check_positive(rule: Optimizer, field: str) -> None:
     """Where its values are known."""
     for x in jax.tree.leaves(getattr(rule, field)):
-        known = not isinstance(x, jax.core.Tracer) and np.issubdtype(np.asarray(x).dtype, np.number)
-        if known and not np.all(np.asarray(x) > 0):
+        if _known(x) and not np.all(np.asarray(x) > 0):
             raise ValueError(f"hg.{type(rule).__name__}: `{field}` must be positive; got {x!r}.")
+
+
+def known_zero(values: Any) -> bool:
+    """Whether there is nothing but zeros in it, for certain."""
+    return all(_known(x) and not np.any(np.asarray(x)) for x in jax.tree.leaves(values))
+
+
+def _known(x: Any) -> bool:
+    return not isinstance(x, jax.core.Tracer) and np.issubdtype(np.asarray(x).dtype, np.number)
