@@ -3,6 +3,7 @@
 Invariant: an evaluation that is compiled compiles once for all points, and again only where runs must be compiled otherwise.
 """
 
+import functools
 import os
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from hypergrad import _programs as programs
 from hypergrad._average import Evaluated, averaged
 from hypergrad._door import calling, check_signature
 from hypergrad._needs import MUCH, Ask, Guessed, Need, fitted
+from hypergrad._placement import mesh_in_force, sharding_of
 from hypergrad._processes import several
 from hypergrad._report import Ledger, listen
 from hypergrad.batches import check_key
@@ -26,13 +28,18 @@ from hypergrad.errors import BUFFER_FULL, ISOLATED, OK, REVERSAL, HypergradError
 from hypergrad.hypers import hyper_path, natural
 
 
+class _OnSeveral(Exception):
+    """What is trained lies on several devices already."""
+
+
 class Evaluation:
     """f(h) = mean over seeds of val_fn(train_fn(natural(h), key)): compiled once, and again when a buffer must grow.
 
     Another evaluation that traces to the same program finds it compiled.
 
-    Seeds are vmapped in equal groups, two for each core of a CPU, which run side by side: XLA keeps but part of a batched
-    program on more than one core. Elsewhere there is one group. robust: as `averaged` has it. watch: whether the ledger gets
+    Seeds are vmapped in equal groups, which run side by side: two for each core of a CPU, since XLA keeps but part of a
+    batched program on more than one core; one for each of several devices, unless what is trained lies on several already.
+    robust: as `averaged` has it. watch: whether the ledger gets
     the norms of cotangents.
     """
 
@@ -52,6 +59,7 @@ class Evaluation:
         self.programs: dict[Any, Any] = {}
         self.asks: dict[Any, Ask] = {}
         self.noted: set[Any] = set()  # what has been warned of: once in a meta-loop
+        self.apart = True  # whether groups may run on a device each
 
     def __call__(self, learned: Any, fixed: Any, key: Array) -> tuple[Evaluated, HypergradError | None]:
         """The means, and what a seed failed of, if one did."""
@@ -78,6 +86,9 @@ class Evaluation:
         except Guessed:
             self.ledger.guessed = None
             return self._evaluated(learned, fixed, key)
+        except _OnSeveral:
+            self.apart = False
+            return self._evaluated(learned, fixed, key)
         result = jax.block_until_ready(averaged(results, self.seeds, self.robust))
         return self._evaluated(learned, fixed, key) if self.grown() else (result, self._failure(result))
 
@@ -87,28 +98,47 @@ class Evaluation:
         return one(key) if self.seeds == 1 else jnp.mean(jax.vmap(one)(jax.random.split(key, self.seeds)))
 
     def _side_by_side(self, learned: Any, fixed: Any, keys: Array) -> list[Any]:
-        # Threads would come to what several processes do together in another order in each.
-        workers = (os.cpu_count() or 1) if jax.default_backend() == "cpu" and not several() else 1
-        size = -(-self.seeds // (2 * workers)) if workers > 1 else self.seeds
+        workers = self._workers(learned, fixed)
+        cores = len(workers) > 1 and workers[0] is None
+        size = -(-self.seeds // (len(workers) * (2 if cores else 1)))
         padded = keys[np.arange(-(-self.seeds // size) * size) % self.seeds]
         groups = [padded[i : i + size] for i in range(0, len(padded), size)]
-        run = self.compiled(
-            self._group, learned, fixed, groups[0], traced=self._look
-        )  # here: settings of JAX are the thread's own
-        with ThreadPoolExecutor(workers if len(groups) > 1 else 1) as pool:
-            done = list(pool.map(lambda group: jax.block_until_ready(run(learned, fixed, group)), groups))
+        places = [workers[i % len(workers)] for i in range(len(groups))]
+        point, look = (learned, fixed, groups[0]), functools.partial(self._look, several=len(workers) > 1 and not cores)
+        # Compiled here, since settings of JAX are the thread's own.
+        runs = {place: self.compiled(self._group, *point, traced=look, device=place) for place in dict.fromkeys(places)}
+        one = lambda place, group: jax.block_until_ready(runs[place](learned, fixed, group))  # noqa: E731
+        with ThreadPoolExecutor(len(workers) if len(groups) > 1 else 1) as pool:
+            done = list(pool.map(one, places, groups))
+        if len(runs) > 1:  # from their devices to where the hyperparameters are
+            done = [(jax.device_get(result), [(tell, jax.device_get(x)) for tell, x in told]) for result, told in done]
         for _, reports in done:
             programs.told(reports)
         return [result for result, _ in done]
 
-    def compiled(self, function: Callable[..., Any], *arguments: Any, traced: Callable[[], Any] = lambda: None) -> Any:
-        """The program of a function of this evaluation, for arguments like these: it returns (its result, reports).
-        traced: called before a new one is compiled."""
-        like = function.__name__, *_alike(arguments)
+    def _workers(self, *point: Any) -> list[Any]:
+        """Where groups run side by side: devices, or None for each core of the only one."""
+        # Threads would come to what several processes do together in another order in each.
+        if (
+            self.seeds == 1
+            or several()
+            or not self.apart
+            or mesh_in_force()
+            or any(map(sharding_of, jax.tree.leaves(point)))
+        ):
+            return [None]
+        devices = jax.local_devices()
+        cores = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+        return devices[: self.seeds] if len(devices) > 1 else [None] * cores
+
+    def compiled(self, function: Callable[..., Any], *arguments: Any, device: Any = None, **options: Any) -> Any:
+        """The program of a function of this evaluation, for arguments like these, on a device: it returns (its result,
+        reports)."""
+        like = function.__name__, device, *_alike(arguments)
         if like not in self.programs:
             arrays, static = eqx.partition(arguments, eqx.is_array)
             of_arrays = lambda arrays: function(*eqx.combine(arrays, static))  # noqa: E731
-            run = programs.reporting(of_arrays, lambda code: code == OK, arrays, traced=traced)
+            run = programs.reporting(of_arrays, lambda code: code == OK, arrays, device=device, **options)
             self.programs[like] = lambda *arguments: run(eqx.filter(arguments, eqx.is_array))
         return self.programs[like]
 
@@ -133,8 +163,10 @@ class Evaluation:
                 results.append(((nan, nan), jax.tree.map(lambda x: jnp.full((1, *x.shape), jnp.nan, x.dtype), learned)))
         return results
 
-    def _look(self) -> None:
-        """At what was traced, before it is compiled."""
+    def _look(self, constants: list[Any], several: bool) -> None:
+        """At what was traced, before it is compiled. several: whether groups are to run on a device each."""
+        if several and any(map(sharding_of, constants)):
+            raise _OnSeveral
         if self.ledger.guessed is not None:
             guessed, self.ledger.guessed = self.ledger.guessed, 0
             if guessed * self.seeds >= MUCH or self.ledger.room:

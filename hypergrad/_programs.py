@@ -181,25 +181,32 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
     return ahead(lambda *a: function(*eqx.combine(a, rest)), *arrays)(*arrays)
 
 
-def ahead(function: Callable[..., Any], *args: Any, traced: Callable[[], Any] = lambda: None) -> Callable[..., Any]:
+def ahead(
+    function: Callable[..., Any],
+    *args: Any,
+    traced: Callable[[list[Any]], Any] = lambda constants: None,
+    device: Any = None,
+) -> Callable[..., Any]:
     """function, compiled now for arguments like these: what it returns depends on no setting of the thread that calls it.
 
-    traced: called between the trace and the compilation, which its error prevents.
+    traced: called between the trace and the compilation with the arrays that the function closes over; its error prevents
+    the latter. device: where it runs, with copies of all that it is given; None: where its arguments lie.
     """
     program, constants = trace(function, *args)
-    traced()
-    leaves, constants = jax.tree.leaves(args), [owned(x) for x in constants]
+    traced(constants)
+    place = lambda leaves: leaves if device is None else jax.device_put(leaves, device)  # noqa: E731
+    leaves, constants = place(jax.tree.leaves(args)), place([owned(x) for x in constants])
     make = lambda: compiled(program.flat).lower(constants, leaves).compile()  # noqa: E731
     run = kept((program.bare(), *alike((constants, leaves))), make)
-    return lambda *args: jax.tree.unflatten(jax.tree.structure(program.out), run(constants, jax.tree.leaves(args)))
+    return lambda *args: jax.tree.unflatten(jax.tree.structure(program.out), run(constants, place(jax.tree.leaves(args))))
 
 
 def reporting(
-    function: Callable[..., Any], well: Callable[[Any], Any], *args: Any, traced: Callable[[], Any] = lambda: None
-) -> Callable[..., Any]:
+    function: Callable[..., Any], well: Callable[[Any], Any], *args: Any, **options: Any
+) -> Callable[..., tuple[Any, list[tuple[Tell, Any]]]]:
     """As `ahead`, of a function with reports: the program returns (its result, what `told` takes)."""
     tells: list[Tell] = []
-    run = ahead(lifted(function, tells, well), *args, traced=traced)
+    run = ahead(lifted(function, tells, well), *args, **options)
 
     def with_reports(*args: Any) -> tuple[Any, list[tuple[Tell, Any]]]:
         result, arrays = run(*args)

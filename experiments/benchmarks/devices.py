@@ -3,9 +3,10 @@
     python -m experiments.benchmarks.devices [--devices 1 2 4 8] [--steps 25] [--rounds 3]
 
 The transformer of the benchmarks, small, by SGD. Data parallel: the batch is divided, the rest is on every device. Fully
-sharded (FSDP): parameters are divided over the same devices. Microbatches: data parallel, gradients added as integers. In a
-process of its own for each number of devices, into which XLA divides the CPU: bytes and traffic are those of real devices,
-as the compiled program says; seconds are not, since all share the cores.
+sharded (FSDP): parameters are divided over the same devices. Tensor parallel: pairs of devices divide the matrices of the
+blocks, the first of two by columns and the second by rows, and the pairs divide the batch. Microbatches: data parallel,
+gradients added as integers. In a process of its own for each number of devices, into which XLA divides the CPU: bytes and
+traffic are those of real devices, as the compiled program says; seconds are not, since all share the cores.
 
 Columns: bytes a parameter and device of integers and words that the loop carries; of XLA's temporaries; bytes a parameter
 that devices send each other at a step, by the program's collectives and by the model in docs/scale.md; milliseconds a step;
@@ -33,7 +34,7 @@ import hypergrad as hg
 from experiments.benchmarks.workloads import Task, batch_of, transformer_task
 
 
-WAYS: tuple[str, ...] = ("data parallel", "fully sharded", "microbatches")
+WAYS: tuple[str, ...] = ("data parallel", "fully sharded", "tensor parallel", "microbatches")
 BYTES = {
     "s64": 8,
     "u64": 8,
@@ -55,17 +56,24 @@ def small_transformer(steps: int) -> Task:
     return transformer_task(steps, width=64, depth=2, length=16, batch_size=32, examples=64)
 
 
-def divided(x: Any, devices: int) -> PartitionSpec:
-    """By the first axis that can be."""
-    for axis, size in enumerate(x.shape):
-        if size % devices == 0:
-            return PartitionSpec(*[None] * axis, "data")
+def mesh_of(way: str, devices: int) -> Mesh:
+    pairs = way == "tensor parallel" and devices > 1
+    return Mesh(np.array(jax.devices()[:devices]).reshape(-1, 2 if pairs else 1), ("data", "model"))
+
+
+def spec_of(way: str, path: Any, x: Any, mesh: Mesh) -> PartitionSpec:
+    """How a parameter is divided: not at all, by the first axis that can be, or in columns and rows by turns."""
+    if way == "fully sharded":
+        axes = [axis for axis, size in enumerate(x.shape) if size % mesh.shape["data"] == 0]
+        return PartitionSpec(*[None] * axes[0], "data") if axes else PartitionSpec()
+    if way == "tensor parallel" and x.ndim == 2 and "blocks" in (name := jax.tree_util.keystr(path)):
+        return PartitionSpec(None, "model") if name.endswith("['in']") else PartitionSpec("model", None)
     return PartitionSpec()
 
 
 def evaluate(task: Task, way: str, mesh: Mesh, microbatches: int) -> Callable[..., Any]:
     """(rate, parameters, data) -> (value, its derivatives in rate and parameters)."""
-    cut = hg.Microbatches(microbatches, mesh=mesh) if way == "microbatches" else None
+    cut = hg.Microbatches(microbatches, "data", mesh) if way == "microbatches" else None
 
     spread = NamedSharding(mesh, PartitionSpec("data"))
 
@@ -83,12 +91,11 @@ def evaluate(task: Task, way: str, mesh: Mesh, microbatches: int) -> Callable[..
 
 def measured(way: str, devices: int, steps: int, rounds: int, microbatches: int) -> dict[str, Any]:
     task = small_transformer(steps)
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
-    spec = lambda x: divided(x, devices) if way == "fully sharded" else PartitionSpec()  # noqa: E731
+    mesh = mesh_of(way, devices)
     put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
     arguments = (
         jnp.float32(0.05),
-        jax.tree.map(lambda x: put(x, spec(x)), task.params),
+        jax.tree_util.tree_map_with_path(lambda path, x: put(x, spec_of(way, path, x, mesh)), task.params),
         jax.tree.map(lambda x: put(x, PartitionSpec()), task.data),
     )
     with jax.set_mesh(mesh):
@@ -136,12 +143,15 @@ def arrays(text: str) -> list[tuple[str, int]]:
 
 
 def model(way: str, devices: int) -> float:
-    """Bytes a parameter that come out of the collectives of a step there and a step back (docs/scale.md): of a gradient, on
-    the way back of a gradient and J^T u, and of the gradient once more that is compared at the first step back."""
+    """Bytes a parameter that come out of the collectives of a step there and a step back (docs/scale.md): of a gradient; on
+    the way back of a gradient and of a matrix's two terms of J^T u; and of the gradient once more that is compared at the
+    first step back. Tensor parallel devices send activations, of which there is no model here."""
     if devices == 1:
         return 0.0
-    sums = 4 * (4 if way != "microbatches" else 16)
-    weights = 4 * 4 if way == "fully sharded" else 0  # gathered for each of these
+    if way == "tensor parallel":
+        return math.nan
+    sums = 4 * 5 if way != "microbatches" else 16 * 4
+    weights = 4 * 4 if way == "fully sharded" else 0  # gathered for each gradient and for the product
     return float(sums + weights)
 
 

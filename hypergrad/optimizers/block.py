@@ -8,7 +8,7 @@ What costs by the piece (a kernel, its compilation, a schedule) costs once for l
 
 import dataclasses
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -129,6 +129,11 @@ def groups(stacks: list[Stack], fields: list[list[dict[str, Field]]], leaves: li
     return list(map(tuple, found.values()))
 
 
+def keeps_shape(own: tuple[int, ...], leaves: Sequence[Any]) -> bool:
+    """Whether a block that might be a vector is none: an array divided along its second axis would be on every device."""
+    return len(own) == 1 and may_be_divided(leaves[own[0]])
+
+
 def shared_value(value: Any) -> Hashable:
     """Equal for two leaves only if they have the same value, and one that says nothing of their shape."""
     if isinstance(value, (bool, int, float)):
@@ -143,6 +148,7 @@ def block(
     chain: tuple[Link, ...],
     h: Hypers,
     *,
+    flat: bool,
     entrywise: bool,
     fraction_bits: int | None,
     unbounded: bool,
@@ -155,7 +161,7 @@ def block(
     return Block(
         leaves,
         tuple(arrays[i].shape for i in leaves),
-        entrywise,
+        flat,
         entrywise,
         chain,
         compute_dtype(first),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from hypergrad.optimizers.block import Block, Floats, block, groups, known_lost, most_lost, shared_value
+from hypergrad.optimizers.block import Block, Floats, block, groups, keeps_shape, known_lost, most_lost, shared_value
 from hypergrad.optimizers.chain import STATISTICS, Optimizer, check_invertible
 from hypergrad.optimizers.expand import (
     Field,
@@ -54,19 +54,20 @@ def lay_out(
     fields = {layer.path: fields_of(layer, params, weights_of(layer, state)) for layer in layers}
     of_leaf = [[fields[layer.path] for layer in stack.layers] for stack in stacks]
     lying = groups(stacks, of_leaf, list(leaves))
-    side_by_side = lambda b, parts: _joined(stacks[lying[b][0]].entrywise, parts)  # noqa: E731
+    in_vectors = [stacks[own[0]].entrywise and not keeps_shape(own, leaves) for own in lying]
+    side_by_side = lambda b, parts: _joined(in_vectors[b], parts)  # noqa: E731
     values = initial_values(stacks, layers, lying, params, state, side_by_side)
     blocks, h, alike = [], [], []
-    for own, start in zip(lying, values, strict=True):
+    for own, start, flat in zip(lying, values, in_vectors, strict=True):
         first, stack = own[0], stacks[own[0]]
         path = jax.tree_util.keystr(paths[first])
-        expanded = expand(stack, of_leaf[first], first, path, leaves[first], steps, stack.entrywise)
+        expanded = expand(stack, of_leaf[first], first, path, leaves[first], steps, flat)
         hj, given = prepared(stack, expanded, steps)
         if state is not None:
             hj = stack.rule.optimizer.begin(hj, start)
         decays = [(x, of_leaf[first][-1][x.decay].values[first] if x.decay in given else None) for x in stack.chain]
         options: Any = {
-            "entrywise": stack.entrywise, "fraction_bits": fraction_bits, "unbounded": unbounded,
+            "flat": flat, "entrywise": stack.entrywise, "fraction_bits": fraction_bits, "unbounded": unbounded,
             "known": tuple(known_lost(link, value, leaves[first], steps) for link, value in decays),
             "most": tuple(most_lost(link, value, leaves[first], steps) for link, value in decays),
         }  # fmt: skip
@@ -110,7 +111,7 @@ def with_statistics(out: LaidOut, statistics: Statistics, steps: int, fraction_b
     decays = broadcast_prefix("statistics.decay", statistics.decay, statistics.values, "the statistics")
     for i, (leaf, h, decay) in enumerate(zip(leaves, rates, decays, strict=True)):
         options: Any = {
-            "entrywise": False, "fraction_bits": fraction_bits, "unbounded": unbounded,
+            "flat": False, "entrywise": False, "fraction_bits": fraction_bits, "unbounded": unbounded,
             "known": (known_lost(MEANS, decay, leaf, steps),), "most": (most_lost(MEANS, decay, leaf, steps),),
         }  # fmt: skip
         own = block((i,), leaves, (MEANS,), h, **options)

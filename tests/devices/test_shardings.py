@@ -73,10 +73,12 @@ print("shardings kept")
 PARALLEL = (
     LAYERS
     + """
-_, expected = compiled(one, everywhere, P())
+alone, expected = compiled(one, everywhere, P())
 _, data = compiled(flat, everywhere, P("data"))
 columns = lambda x: P(None, "model") if x.ndim == 2 else P()
-_, tensor = compiled(square, columns, P("data"))
+program, tensor = compiled(square, columns, P("data"))
+halves, rest = 2 * WIDTH**2 / 2, 3 * WIDTH
+assert abs(carried(alone) / carried(program) * (halves + rest) / (2 * halves + rest) - 1) < 0.05, carried(program)
 close(data, expected, 1e-5)
 close(tensor, expected, 1e-5)
 with jax.enable_x64(True):
