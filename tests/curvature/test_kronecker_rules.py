@@ -53,7 +53,8 @@ RULES = {"kfac": (hg.KFAC, kernels), "kflr": (hg.KFLR, dense), "kfra": (hg.KFRA,
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_hypergradients_agree_on_three_roads(name: str) -> None:
+def test_hypergradients_agree_with_the_unrolled_ones(name: str) -> None:
+    """And of one rule with differences."""
     rule, network = RULES[name]
     net, h = network(), {k: jnp.asarray(x) for k, x in HYPERS.items()}
     found, unrolled = (
@@ -62,6 +63,8 @@ def test_hypergradients_agree_on_three_roads(name: str) -> None:
     )
     for one in h:
         assert abs(float(found[one] - unrolled[one])) < 1e-8 * (1 + abs(float(unrolled[one]))), one
+    if name != "kflr":
+        return
     forward = jax.jit(lambda h: end(h, rule, net, hg.Reversible()))
     for one in ("learning_rate", "damping", "l2"):  # decays move by multiples of 2^-16
         size = 1e-5
