@@ -7,6 +7,7 @@ at examples. Where a leaf has one use and one position, its squares are (A^2)' (
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -155,16 +156,22 @@ def leaf_diagonal(batch: Batch, leaf: int, signals: Signals, signs: Array) -> Ar
         if a.shape[3] == 1:
             squares = jnp.einsum("cngto,cn->ngto", b * b, signs.astype(b.dtype))
             return batch.spread(uses[0], jnp.einsum("ngti,ngto->gio", a[0] * a[0], squares) / batch.count)
+    return squares_of_leaf(batch, leaf, signals, signs, lambda g: g)
+
+
+def squares_of_leaf(batch: Batch, leaf: int, signals: Signals, signs: Array, turned: Callable[[Array], Array]) -> Array:
+    """sum over columns, mean over examples of sign turned(gradient)^2, of a leaf; turned: a linear map."""
     of_leaf: Signals = (
-        {use.index: signals[0][use.index] for use in uses},
+        {use.index: signals[0][use.index] for use in batch.passes.found.of(leaf)},
         {leaf: signals[1][leaf]} if leaf in signals[1] else {},
     )
 
     def add(total: Array, column: Any) -> tuple[Array, None]:
         sign, signal = column
-        return total + jnp.einsum("n,n...->...", sign.astype(total.dtype), batch.gradients(leaf, signal) ** 2), None
+        squares = jax.vmap(turned)(batch.gradients(leaf, signal)) ** 2
+        return total + jnp.einsum("n,n...->...", sign.astype(total.dtype), squares), None
 
-    zero = jnp.zeros_like(batch.weights[leaf])
+    zero = jnp.zeros_like(turned(batch.weights[leaf]))
     return jax.lax.scan(add, zero, (signs, of_leaf))[0] / batch.count
 
 

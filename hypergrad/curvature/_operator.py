@@ -15,11 +15,13 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from hypergrad import _programs as programs
+from hypergrad.curvature._factored import FACTORED, Factored
 from hypergrad.curvature._passes import Inputs, Passes, draws
 from hypergrad.curvature._quantities import DECLARE, analysed, quantities
 
 
-MATRICES = ("hessian", "ggn", "fisher", "fisher_mc", "empirical_fisher")
+MATRICES = ("hessian", "ggn", "fisher", "fisher_mc", "empirical_fisher", *FACTORED)
+DRAWN = ("fisher_mc", "kfac", "ekfac")
 DIAGONALS = {
     "hessian": "hessian_diagonal", "ggn": "ggn_diagonal", "fisher": "ggn_diagonal", "empirical_fisher": "second_moment",
 }  # fmt: skip
@@ -29,7 +31,9 @@ class Operator:
     """A matrix of curvature of the mean loss over all examples, in the order of the flat parameters.
 
     `matrix`: "hessian"; "ggn", mean_n J_n' H_n J_n; "fisher", the same where the loss is a likelihood that is known;
-    "fisher_mc", with one label an example that the model draws by `key`; "empirical_fisher", mean_n g_n g_n'.
+    "fisher_mc", with one label an example that the model draws by `key`; "empirical_fisher", mean_n g_n g_n'. And in blocks,
+    one a parameter: "kfac", "kflr", "kfra", the Kronecker factors of `quantities`, averaged over batches; "ekfac", "ekflr",
+    their eigenvectors with the diagonal that the Fisher matrix or the GGN has in them (George et al. 2018).
     `batches`: a batch, or with `many=True` an iterable of batches that can be gone through again (a list), streamed at each
     product; each counts by its number of examples.
 
@@ -50,8 +54,8 @@ class Operator:
     ) -> None:
         if matrix not in MATRICES:
             raise ValueError(f"`matrix` must be one of {', '.join(MATRICES)}; got {matrix!r}.")
-        if matrix == "fisher_mc" and key is None:
-            raise ValueError("'fisher_mc' draws labels of the model: give it a `key`, as jax.random.key(0).")
+        if matrix in DRAWN and key is None:
+            raise ValueError(f"{matrix!r} draws labels of the model: give it a `key`, as jax.random.key(0).")
         if many and iter(batches) is batches:
             raise TypeError("`batches` can be gone through once only; give a list, or an object whose iterator begins anew.")
         self.loss, self.params, self.theta, self.matrix, self.key = loss, params, theta, matrix, key
@@ -62,6 +66,9 @@ class Operator:
             end = analysed(loss, params, theta, next(iter(self.batches)))[1]
             if end is None or end.kind is None:
                 raise ValueError(f"{matrix!r} needs a likelihood that is known: {DECLARE}. 'ggn' takes any loss.")
+        self.factored: Factored | None = None
+        if matrix in FACTORED:
+            self.factored = Factored(loss, params, theta, self.batches, matrix, key)
 
     def __matmul__(self, v: Any) -> Any:
         if isinstance(v, (jax.Array, np.ndarray)) and v.ndim == 2 and jnp.shape(v)[0] == self.shape[0]:
@@ -74,11 +81,16 @@ class Operator:
         return self._tree(self._product(ravel_pytree(v)[0]))
 
     def _product(self, v: Array) -> Array:
+        if self.factored is not None:
+            return self._flat(self.factored.times(jax.tree.leaves(self._tree(v))))
         total, count = jnp.zeros_like(v), 0
         for i, batch in enumerate(self.batches):
             size = jax.tree.leaves(batch)[0].shape[0]
             total, count = total + size * self._of_batch(v, batch, i), count + size
         return total / count
+
+    def _flat(self, leaves: list[Array]) -> Array:
+        return ravel_pytree(jax.tree.unflatten(jax.tree.structure(self.params), leaves))[0]
 
     def _of_batch(self, v: Array, batch: Any, i: int) -> Array:
         found, end, constants = analysed(self.loss, self.params, self.theta, batch)
@@ -96,6 +108,8 @@ class Operator:
 
     def diagonal(self) -> Array:
         """Exact, flat: as `hg.curvature.quantities` has it."""
+        if self.factored is not None:
+            return self._flat(self.factored.diagonal())
         if self.matrix not in DIAGONALS:
             raise ValueError(f"{self.matrix!r} has no exact diagonal here; take hg.curvature.quantities' 'ggn_diagonal_mc'.")
         name, total, count = DIAGONALS[self.matrix], jnp.zeros(self.shape[0], self.dtype), 0
@@ -105,11 +119,22 @@ class Operator:
             total, count = total + size * ravel_pytree(found)[0], count + size
         return total / count
 
-    def trace(self, key: Array, samples: int = 32) -> tuple[Array, Array]:
-        """(estimate, its standard error) from random signs. Source: Hutchinson 1990."""
-        signs = jax.random.rademacher(key, (samples, self.shape[0]), self.dtype)
-        found = jnp.stack([jnp.vdot(s, self @ s) for s in signs])
-        return jnp.mean(found), jnp.std(found, ddof=1) / samples**0.5
+    def trace(self, key: Array, samples: int = 32, method: str = "xtrace") -> tuple[Array, Array]:
+        """(estimate, its standard error) from `samples` products with random signs; exact of a matrix in blocks.
+
+        "xtrace" takes the trace in the range of half of the products exactly, and estimates the rest (Epperly, Tropp and
+        Webber 2024): far nearer where few eigenvalues are large. "hutchinson": the mean of s' M s (1990).
+        """
+        if method not in ("xtrace", "hutchinson"):
+            raise ValueError(f"`method` must be 'xtrace' or 'hutchinson'; got {method!r}.")
+        if samples < 4:
+            raise ValueError(f"`samples` must be at least 4; got {samples}.")
+        if self.factored is not None:
+            return self.factored.trace(), jnp.zeros(())
+        count = min(samples // 2, self.shape[0] - 1) if method == "xtrace" else samples
+        signs = jax.random.rademacher(key, (self.shape[0], count), self.dtype)
+        found = jnp.sum(signs * (self @ signs), 0) if method == "hutchinson" else _without_each(self, signs)
+        return jnp.mean(found), jnp.std(found, ddof=1) / count**0.5
 
     def top_eigenvalues(self, k: int = 1, tolerance: float = 1e-6) -> tuple[np.ndarray, np.ndarray]:
         """The k largest eigenvalues in magnitude, largest first, and their vectors [parameters, k]: scipy's Lanczos."""
@@ -124,12 +149,15 @@ class Operator:
 
     def inverse(self, damping: float, tolerance: float = 1e-6, steps: int | None = None) -> Callable[[Any], Any]:
         """v -> (matrix + damping)^-1 v, by conjugate gradients (`jax.scipy.sparse.linalg.cg`): for a matrix without
-        negative eigenvalues below -damping."""
+        negative eigenvalues below -damping. Of a matrix in blocks by its eigenvectors, exactly."""
         if not damping >= 0:
             raise ValueError(f"`damping` must not be negative; got {damping}.")
 
         def solve(v: Any) -> Any:
             flat = ravel_pytree(v)[0]
+            if self.factored is not None:
+                inverted = self.factored.times(jax.tree.leaves(self._tree(flat)), lambda values: 1 / (values + damping))
+                return self._flat(inverted) if isinstance(v, jax.Array) and v.ndim == 1 else self._tree(self._flat(inverted))
             product = lambda x: self._product(x) + damping * x  # noqa: E731
             found = jax.scipy.sparse.linalg.cg(product, flat, tol=tolerance, maxiter=steps)[0]
             return found if isinstance(v, jax.Array) and v.ndim == 1 else self._tree(found)
@@ -142,6 +170,25 @@ class Operator:
 
         product = lambda v: np.asarray(self @ jnp.asarray(v.reshape(-1), self.dtype), np.float64)  # noqa: E731
         return scipy.sparse.linalg.LinearOperator(self.shape, matvec=product, rmatvec=product, dtype=np.float64)
+
+
+def _without_each(matrix: Operator, signs: Array) -> Array:
+    """XTrace, before its mean: for each sign vector s_i the trace in the range of the others' products, exactly, and s_i's
+    estimate of the rest.
+
+    With Y = M S = Q R and u_i the unit vector along the i-th column of R^-T, the range of the others is that of
+    Q (I - u_i u_i'): tr Q'MQ - u_i' Q'MQ u_i + r_i' M r_i, r_i = s_i - Q x_i, x_i = (I - u_i u_i') Q' s_i.
+    """
+    y = matrix @ signs
+    q, r = jnp.linalg.qr(y)
+    z = matrix @ q
+    h, w = q.T @ z, q.T @ signs
+    least = jnp.finfo(r.dtype).eps * jnp.max(jnp.abs(r)) + jnp.finfo(r.dtype).tiny  # of a matrix of a lower rank
+    u = jnp.linalg.inv(r + least * jnp.eye(len(r), dtype=r.dtype)).T
+    u = u / jnp.linalg.norm(u, axis=0)
+    x = w - u * jnp.sum(u * w, 0)
+    rest = jnp.sum(signs * y, 0) - 2 * jnp.sum((z.T @ signs) * x, 0) + jnp.sum(x * (h @ x), 0)
+    return jnp.trace(h) - jnp.sum(u * (h @ u), 0) + rest
 
 
 def _product(passes: Passes, matrix: str, given: Inputs, v: Array, key: Array | None) -> Array:

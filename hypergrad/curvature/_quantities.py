@@ -131,9 +131,13 @@ def _is_mean(loss: Any, params: Any, theta: Any, batch: Any) -> None:
 
 
 def _quantities(found: Found, end: End | None, names: Any, samples: int, sharing: str, given: Inputs, key: Any) -> Any:
-    asked = set(names)
-    needs_end = asked & {*EXACT, *SAMPLED, "kfra"}
-    passes = Passes(found, end if needs_end else None, tuple(found.general))
+    batch = gathered(found, end, set(names), samples, sharing, given, key)
+    return {name: COMPUTE[name](batch) for name in names}
+
+
+def gathered(found: Found, end: End | None, asked: set[str], samples: int, sharing: str, given: Inputs, key: Any) -> Batch:
+    """What stands at the layers of every example, as far as these quantities need it."""
+    passes = Passes(found, end if asked & {*EXACT, *SAMPLED, "kfra"} else None, tuple(found.general))
     count = given.batch[0].shape[0]
     single = [x[:, None] for x in given.batch]
     keys = None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(count))
@@ -144,8 +148,7 @@ def _quantities(found: Found, end: End | None, names: Any, samples: int, sharing
         return example(passes, given._replace(batch=batch), key, first=first, exact=exact, samples=draws)
 
     examples = jax.vmap(one)(single, keys)
-    batch = Batch(passes, given._replace(batch=single), examples, count, sharing)
-    return {name: COMPUTE[name](batch) for name in names}
+    return Batch(passes, given._replace(batch=single), examples, count, sharing)
 
 
 COMPUTE: dict[str, Callable[[Batch], Any]] = {

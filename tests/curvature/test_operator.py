@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
-from networks import N, dense, ggn, gradients, hessian
+from networks import N, convolution, dense, ggn, gradients, hessian
 
-from hypergrad.curvature import Operator
+from hypergrad.curvature import Operator, quantities
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +58,61 @@ def test_eigenvalues_inverse_and_trace() -> None:
     np.testing.assert_allclose(exact @ vectors, vectors * values, atol=1e-5)
     v = jnp.ones(found.shape[0])
     np.testing.assert_allclose(found.inverse(0.1)(v), np.linalg.solve(exact + 0.1 * np.eye(len(v)), v), rtol=1e-4)
-    trace, error = found.trace(jax.random.key(0), 64)
+    trace, error = found.trace(jax.random.key(0), 64, method="hutchinson")
     assert abs(float(trace) - np.trace(exact)) < 4 * float(error)
+
+
+def test_xtrace_leaves_out_each_sign_vector_in_turn() -> None:
+    found, exact, key = operator("ggn"), np.asarray(ggn(dense())), jax.random.key(3)
+    signs = np.asarray(jax.random.rademacher(key, (len(exact), 6), jnp.float64))
+    estimates = []
+    for i in range(6):
+        q, _ = np.linalg.qr(exact @ np.delete(signs, i, 1))
+        rest = signs[:, i] - q @ (q.T @ signs[:, i])
+        estimates.append(np.trace(q.T @ exact @ q) + rest @ exact @ rest)
+    trace, error = found.trace(key, 12)
+    np.testing.assert_allclose(trace, np.mean(estimates), rtol=1e-9)
+    np.testing.assert_allclose(error, np.std(estimates, ddof=1) / 6**0.5, rtol=1e-6)
+    assert float(error) < 0.5 * float(found.trace(key, 12, method="hutchinson")[1])
+
+
+def factored(net: Any) -> Any:
+    """The matrix of KFLR, written out, and Q of its eigenvectors, block by block."""
+    found = quantities(net.loss, net.params, None, net.batch, "kflr")["kflr"]
+    orders = {"w": lambda w: w, "v": lambda w: w.T, "b": lambda b: b[None], "c": lambda c: c[None]}
+    blocks = {}
+    for name, w in net.params.items():
+        a = np.eye(1) if found[name].a is None else np.asarray(found[name].a[0])
+        places = np.asarray(orders[name](np.arange(w.size).reshape(w.shape))).reshape(-1)
+        turn = np.kron(np.linalg.eigh(a)[1], np.linalg.eigh(found[name].b[0])[1])[np.argsort(places)]
+        blocks[name] = np.kron(a, found[name].b[0])[np.argsort(places)][:, np.argsort(places)], turn
+    return tuple(jax.scipy.linalg.block_diag(*(blocks[name][i] for name in sorted(blocks))) for i in range(2))
+
+
+@pytest.mark.parametrize("matrix", ["kflr", "ekflr"])
+def test_in_factors(matrix: str) -> None:
+    net = dense()
+    found, (exact, q) = operator(matrix), factored(net)
+    if matrix == "ekflr":  # the best diagonal in these eigenvectors
+        exact = q @ np.diag(np.diag(q.T @ ggn(net) @ q)) @ q.T
+    v = jnp.asarray(np.random.default_rng(0).normal(size=len(exact)))
+    np.testing.assert_allclose(found @ v, exact @ v, atol=1e-12)
+    np.testing.assert_allclose(found.diagonal(), np.diag(exact), atol=1e-12)
+    np.testing.assert_allclose(found.inverse(0.1)(v), np.linalg.solve(exact + 0.1 * np.eye(len(v)), v), rtol=1e-9)
+    np.testing.assert_allclose(found.trace(jax.random.key(0))[0], np.trace(exact), rtol=1e-12)
+    moved = found.inverse(0.1)(jax.tree.map(jnp.ones_like, net.params))
+    np.testing.assert_allclose(ravel_pytree(moved)[0], found.inverse(0.1)(jnp.ones(len(v))), rtol=1e-12)
+
+
+def test_factors_of_streamed_batches_are_averages() -> None:
+    net = convolution()
+    parts = [jax.tree.map(lambda x, s=s: x[s], net.batch) for s in (slice(0, 2), slice(2, N))]
+    of = lambda batches, **options: Operator(net.loss, net.params, None, batches, **options)  # noqa: E731
+    whole, streamed = of(net.batch, matrix="ekflr"), of(parts, matrix="ekflr", many=True)
+    v = jnp.ones(whole.shape[0])
+    np.testing.assert_allclose(streamed @ v, whole @ v, atol=1e-10)
+    drawn = of(net.batch, matrix="ekfac", key=jax.random.key(0))
+    assert abs(float(drawn.trace(jax.random.key(0))[0] / whole.trace(jax.random.key(0))[0]) - 1) < 0.5
 
 
 def test_sampled_products_average_to_the_exact_one() -> None:
@@ -73,7 +126,10 @@ def test_sampled_products_average_to_the_exact_one() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: operator("kfac"), "`matrix` must be one of hessian, ggn"),
+        (lambda: operator("shampoo"), "`matrix` must be one of hessian, ggn"),
+        (lambda: operator("ekfac"), "'ekfac' draws labels of the model: give it a `key`"),
+        (lambda: operator("ggn").trace(jax.random.key(0), 2), "`samples` must be at least 4; got 2"),
+        (lambda: operator("ggn").trace(jax.random.key(0), method="hutch++"), "`method` must be 'xtrace' or 'hutchinson'"),
         (lambda: operator("fisher_mc"), "'fisher_mc' draws labels of the model: give it a `key`"),
         (lambda: operator("ggn").inverse(-1.0), "`damping` must not be negative"),
         (lambda: operator("ggn").top_eigenvalues(0), "`k` must be at least 1"),
