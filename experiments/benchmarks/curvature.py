@@ -1,15 +1,19 @@
 """What each quantity of `hg.curvature` costs beside the gradient, as in Figure 6 of BackPACK.
 
-    python -m experiments.benchmarks.curvature [--only NAME ...] [--rounds 9] [--out FILE] [--tiny]
+    python -m experiments.benchmarks.curvature [--only NAME ...] [--rounds 9] [--torch-python PATH] [--out FILE] [--tiny]
 
 On the dense and the convolutional network of the other benchmarks: all quantities by turns in one process, each compiled, in
 units of the batch's mean gradient in the same round; medians over rounds. `vmap(grad)` is the plain way to the gradients of
-the examples, and what `individual_gradients` has to be no slower than.
+the examples, and what `individual_gradients` has to be no slower than. With `--torch-python`, the path of a Python that has
+torch and BackPACK (`pip install torch backpack-for-pytorch` into an environment of its own), BackPACK's on the same networks
+stand beside them, in units of torch's gradient.
 """
 
 import argparse
 import json
+import pathlib
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -63,16 +67,28 @@ def measure(task: Task, rounds: int) -> dict[str, float]:
     return {"gradient (ms)": 1e3 * statistics.median(base), **ratios}
 
 
+def of_backpack(python: str, network: str, rounds: int) -> dict[str, float]:
+    worker = pathlib.Path(__file__).parent / "backpack_worker.py"
+    done = subprocess.run([python, str(worker), network, str(rounds)], check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
 def table(found: dict[str, dict[str, float]]) -> str:
     names = list(next(iter(found.values())))
     lines = ["| | " + " | ".join(found) + " |", "| --- |" + " --- |" * len(found)]
-    return "\n".join([*lines, *(f"| {n} | " + " | ".join(f"{x[n]:.2f}" for x in found.values()) + " |" for n in names)])
+    return "\n".join(
+        [*lines, *(f"| {n} | " + " | ".join(f"{x[n]:.2f}" if n in x else "" for x in found.values()) + " |" for n in names)]
+    )
 
 
 def main(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     tiny = {"dense": lambda: mlp_task(1, (6, 4, 3), 5, 20), "convolutions": lambda: conv_task(1, (2, 2), 4, 16)}
     networks = tiny if arguments.tiny else NETWORKS
-    found = {name: measure(networks[name](), arguments.rounds) for name in arguments.only or networks}
+    found = {}
+    for name in arguments.only or networks:
+        found[name] = measure(networks[name](), arguments.rounds)
+        if arguments.torch_python:
+            found[f"{name}, BackPACK"] = of_backpack(arguments.torch_python, name, arguments.rounds)
     print(table(found))
     if arguments.out:
         with open(arguments.out, "w") as file:
@@ -84,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(NETWORKS))
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--torch-python", metavar="PATH")
     parser.add_argument("--out", metavar="FILE", help="the same as JSON")
     parser.add_argument("--tiny", action="store_true", help="on networks of a few weights")
     return parser
