@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_pair
 from hosts import NOT_TRACED, assert_equal, final_of
 from problems import network
 from tiny import BATCHES, PARAMS, SGD, fails, final, loss, train
@@ -207,16 +208,16 @@ SPILLING = {
 }
 
 
-@pytest.fixture(params=[None, 4, 1])
+LENGTHS = [None, 4, 1]  # of segments, in steps; None: one segment
+
+
+@pytest.fixture
 def stored(request, monkeypatch):
-    """In one segment, or some of so many steps."""
     monkeypatch.setattr(spec, "STORED", request.param or spec.STORED)
 
 
-@pytest.mark.usefixtures("stored")
-@pytest.mark.parametrize("driver", ["scan", "host"])
-@pytest.mark.parametrize("kind", SPILLING)
-def test_words_on_the_host_are_those_of_the_device(kind, driver):
+@every_pair("stored, kind, driver", LENGTHS, SPILLING, ["scan", "host"], indirect=["stored"])
+def test_words_on_the_host_are_those_of_the_device(stored, kind, driver):
     optimizer, steps = SPILLING[kind]
     host, device = (ends(hg.Reversible(driver=driver, buffer=b), optimizer, steps) for b in ("host", "device"))
     assert_equal(host[0], device[0])
@@ -237,10 +238,8 @@ def spilling(kind, **options):
     return lambda params: final(params=params, optimizer=optimizer, steps=steps, adjoint=hg.Reversible(**options))
 
 
-@pytest.mark.usefixtures("stored")
-@pytest.mark.parametrize("driver", ["scan", "host"])
-@pytest.mark.parametrize("kind", SPILLING)
-def test_words_on_the_host_come_back(kind, driver):
+@every_pair("stored, kind, driver", LENGTHS, SPILLING, ["scan", "host"], indirect=["stored"])
+def test_words_on_the_host_come_back(stored, kind, driver):
     run = lambda buffer: spilling(kind, driver=driver, buffer=buffer)  # noqa: E731
 
     assert_equal(jax.value_and_grad(run("host"))(PARAMS), jax.value_and_grad(run("device"))(PARAMS))
@@ -248,10 +247,8 @@ def test_words_on_the_host_come_back(kind, driver):
     assert_equal(pull(jnp.ones_like(value)), pull(jnp.ones_like(value)))
 
 
-@pytest.mark.usefixtures("stored")
-@pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
-@pytest.mark.parametrize("kind", SPILLING)
-def test_words_on_the_host_come_back_inside_of_a_program(kind, transform):
+@every_pair("stored, kind, transform", LENGTHS, SPILLING, [jax.jit, jax.vmap], indirect=["stored"])
+def test_words_on_the_host_come_back_inside_of_a_program(stored, kind, transform):
     found, expected = (transform(jax.value_and_grad(spilling(kind, buffer=b, capacity=8))) for b in ("host", "device"))
     at = jax.tree.map(lambda x: jnp.stack([x, -x]), PARAMS) if transform is jax.vmap else PARAMS
     assert_equal(found(at), expected(at))

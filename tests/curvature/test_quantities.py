@@ -154,6 +154,24 @@ def test_linear_regression_has_a_closed_form() -> None:
         assert apart(jnp.kron(found[name].a[0], found[name].b[0]), exact) < 1e-12
 
 
+@pytest.mark.parametrize("zero", [True, False])
+def test_logistic_regression_has_a_closed_form(zero: bool) -> None:
+    """X' diag(p (1 - p)) X / N; at zero weights, and of one example, a product of its factors."""
+    rng = np.random.default_rng(0)
+    x, w = normal(rng, 20, 3), normal(rng, 3) * (not zero)
+    y = jnp.asarray(rng.integers(0, 2, 20), float)
+    loss = lambda w, theta, b: optax.sigmoid_binary_cross_entropy(b[0] @ w, b[1]).mean()  # noqa: E731
+    found = quantities(loss, w, None, (x, y), ["ggn_diagonal", "hessian_diagonal", "kflr"])
+    p = jax.nn.sigmoid(x @ w)
+    exact = (x * (p * (1 - p))[:, None]).T @ x / 20
+    for name in ("ggn_diagonal", "hessian_diagonal"):
+        assert apart(found[name], jnp.diag(exact)) < 1e-12
+    assert apart(found["kflr"].b[0, 0, 0], jnp.mean(p * (1 - p))) < 1e-12
+    alone = quantities(loss, w, None, (x[:1], y[:1]), "kflr")["kflr"]
+    assert apart(jnp.kron(alone.a[0], alone.b[0]), p[0] * (1 - p[0]) * jnp.outer(x[0], x[0])) < 1e-12
+    assert (apart(jnp.kron(found["kflr"].a[0], found["kflr"].b[0]), exact) < 1e-12) == zero
+
+
 def test_softmax_regression_at_zero_weights_is_a_product() -> None:
     rng = np.random.default_rng(0)
     x, y = normal(rng, 20, 3), jnp.arange(20) % 4
