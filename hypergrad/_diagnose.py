@@ -45,18 +45,25 @@ class Diagnosis(NamedTuple):
     losses: np.ndarray  # [steps]
     status: Status  # of the run
     runs: int  # how many `hg.train` there were; this is the worst of them
+    excess: np.ndarray | None = None  # with `curvature`: the learning rate over 2 (1 + m) / lambda, [steps]; the worst run's
 
     def explain(self) -> str:
         """The verdict in sentences: what, since which step, by what factor, what to do."""
         of = "" if self.runs == 1 else f" (the worst of {self.runs} training runs)"
-        return f"{self.verdict}{of}: {_SENTENCES[self.verdict](self)}"
+        curvature = "" if self.excess is None else f" {_of_rates(self.excess)}"
+        return f"{self.verdict}{of}: {_SENTENCES[self.verdict](self)}{curvature}"
 
     def __str__(self) -> str:
         return self.explain()
 
 
 def diagnose(
-    train_fn: Callable[[Any, Array], Any], val_fn: Callable[[Any], Array], hypers: Any, key: Array | None = None
+    train_fn: Callable[[Any, Array], Any],
+    val_fn: Callable[[Any], Array],
+    hypers: Any,
+    key: Array | None = None,
+    *,
+    curvature: bool = False,
 ) -> Diagnosis:
     """|d val_fn / d (state before step t)|, t = 0..steps, along one reverse pass, and a verdict.
 
@@ -65,9 +72,13 @@ def diagnose(
     chaos (thesis, section 6.4). "vanishing": before some step it is below a millionth of its maximum. Of several runs
     inside `train_fn`, or under its vmap, the worst is returned. Only runs with `hg.Reversible` can be looked into;
     ValueError if there is none.
+
+    curvature: also the largest eigenvalue lambda of the loss's Hessian at each step, and where learning rates exceed
+    2 (1 + m) / lambda, beyond which momentum m diverges along its direction; for `hg.SGD` and `hg.HeavyBall`, in runs
+    without a metric of their own, at some ninety gradients a step.
     """
     learned, fixed = split_fixed(check_hypers(hypers))
-    with probe() as traces:
+    with probe(curvature) as (traces, excesses):
         evaluate = jax.value_and_grad(objective(train_fn, val_fn), has_aux=True)
         (value, _), grads = evaluate(learned, fixed, default_key(key))
     if not traces:
@@ -78,7 +89,9 @@ def diagnose(
     for trace in traces:
         check_symmetric(trace.asymmetry, [np.float32])
     norm = float(optax.tree.norm(grads))
-    return max((judge(t, float(value), norm, len(traces)) for t in traces), key=_badness)
+    worst = max((judge(t, float(value), norm, len(traces)) for t in traces), key=_badness)
+    known = [x for x in excesses if np.isfinite(x).any()]
+    return worst._replace(excess=max(known, key=np.nanmax) if known else None)
 
 
 def growth(norms: np.ndarray) -> float:
@@ -198,6 +211,17 @@ def _not_finite(d: Diagnosis) -> str:
     return (
         "the validation value or its derivative with respect to the trained parameters is NaN or infinite, though training "
         "itself was fine: look at `val_fn`, and at what `train_fn` does outside of hg.train."
+    )
+
+
+def _of_rates(excess: np.ndarray) -> str:
+    above, highest = np.flatnonzero(excess > 1), int(np.nanargmax(excess))
+    limit = "2 (1 + momentum) / lambda, lambda the largest eigenvalue of the Hessian"
+    if not above.size:
+        return f"Learning rates stay below {limit}: they come to {excess[highest]:.2g} of it, at step {highest}."
+    return (
+        f"Learning rates exceed {limit}, at {above.size} of {len(excess)} steps, from {above[0]} to {above[-1]}, by a "
+        f"factor of up to {excess[highest]:.2g} (step {highest}): along its direction training diverges until lambda falls."
     )
 
 

@@ -164,23 +164,35 @@ class Trace(NamedTuple):
 
 
 # In the key of every jit cache: what was compiled without a probe is traced again under one, and the other way round.
-_PROBING = jax.make_user_context(False)
+_PROBING = jax.make_user_context("")  # "growth", or "curvature", of training as well
 _TRACES: list[Trace] = []  # not a context variable: JAX calls back from threads of its own
+_EXCESSES: list[np.ndarray] = []
 _ONE_PROBE = threading.Lock()
 
 
 @contextlib.contextmanager
-def probe() -> Iterator[list[Trace]]:
-    """Runs differentiated inside leave a `Trace` each, and none raises: a run that fails is a result, not an error."""
+def probe(curvature: bool = False) -> Iterator[tuple[list[Trace], list[np.ndarray]]]:
+    """Runs differentiated inside leave a `Trace` each, and none raises: a run that fails is a result, not an error.
+    curvature: all runs leave what `hypergrad/_sharpness.py` measures, [steps], too."""
     with _ONE_PROBE:
         _TRACES.clear()
-        with _PROBING(True):
-            yield _TRACES
+        _EXCESSES.clear()
+        with _PROBING("curvature" if curvature else "growth"):
+            yield _TRACES, _EXCESSES
             jax.effects_barrier()
 
 
 def probing() -> bool:
     return bool(_PROBING.value)
+
+
+def probing_curvature() -> bool:
+    return _PROBING.value == "curvature"
+
+
+def exceeded(excess: Array) -> None:
+    """Leave the excess of each step with the probe."""
+    jax.debug.callback(lambda x: _EXCESSES.append(np.asarray(x)), excess)
 
 
 def trace(status: Status, losses: Array, norms: dict[str, Array], asymmetry: Array | None) -> None:

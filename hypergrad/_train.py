@@ -18,7 +18,8 @@ from hypergrad._microbatches import check_loss, check_rule, spread
 from hypergrad._needs import asking, untrained
 from hypergrad._processes import reject_python, several
 from hypergrad._program_keys import contains
-from hypergrad._report import mask, surface
+from hypergrad._report import exceeded, mask, probing_curvature, surface
+from hypergrad._sharpness import excess_of
 from hypergrad._trace import trace, with_foreign
 from hypergrad.adjoints import Adjoint, Reversible
 from hypergrad.batches import HostBatches, full_batch
@@ -86,11 +87,14 @@ def train(
     operations and shapes finds the old one, and a loss that reads something else by now is another. Composes with jax.grad
     (params, optimizer, theta, state, statistics in; params, losses, metrics, state, statistics out), jax.jit and jax.vmap.
     """
+    excess = excess_of(loss, optimizer, statistics is not None) if metric is None and probing_curvature() else None
     run, inputs, about = set_up(
-        loss, params, optimizer, batches, theta, steps, state, adjoint, throw, statistics, metric, microbatches
+        loss, params, optimizer, batches, theta, steps, state, adjoint, throw, statistics, metric or excess, microbatches
     )
     outcome = untrained(adjoint, run, inputs) if asking() else adjoint.run(run, inputs)
     ok = surface(outcome.status, throw)
+    if excess is not None and outcome.metrics:
+        exceeded(outcome.metrics[0])
     return put_together(run, about, outcome, run.steps, state, ok)
 
 

@@ -150,3 +150,47 @@ def test_a_probe_changes_no_bit_and_sees_compiled_and_batched_runs() -> None:
 def test_a_run_that_cannot_be_looked_into_is_an_error() -> None:
     with fails(ValueError, "no reverse pass", "adjoint=hg.Reversible()"):
         hg.diagnose(lambda h, key: h, lambda h: h**2, 0.3)
+
+
+@pytest.mark.parametrize("rule", [hg.SGD, hg.HeavyBall])
+def test_rates_beside_the_curvature(rule: Any) -> None:
+    """Of a quadratic with curvatures b the limit is 2 (1 + m) / max(a b), in the rates of heavy ball."""
+    rates = np.array([0.5, 0.5, 4.5, 3.5, 0.5, 0.5], np.float32)
+    share = 0.5 if rule is hg.SGD else 1.0
+
+    def train_fn(h: Any, key: Any) -> jax.Array:
+        optimizer = rule(hg.PerStep(h.values / share), 0.5)
+        return hg.train(quadratic, jnp.ones(3), optimizer, hg.full_batch(CURVATURE), theta=0.0, steps=len(rates)).params
+
+    d = hg.diagnose(train_fn, jnp.sum, hg.PerStep(rates), curvature=True)
+    np.testing.assert_allclose(d.excess, rates / 3, rtol=1e-5)
+    assert "at 2 of 6 steps, from 2 to 3, by a factor of up to 1.5 (step 2)" in str(d)
+    assert hg.diagnose(train_fn, jnp.sum, hg.PerStep(rates)).excess is None
+    below = hg.diagnose(train_fn, jnp.sum, hg.PerStep(rates / 10), curvature=True)
+    assert "stay below" in str(below) and "they come to 0.15 of it, at step 2" in str(below)
+
+
+def test_rates_of_each_weight_beside_the_curvature() -> None:
+    rates = np.array([1.0, 2.0, 30.0], np.float32)
+    run = lambda h, key: hg.train(logcosh, jnp.zeros(3), hg.HeavyBall(h, 0.5), hg.full_batch(CURVATURE), steps=1).params  # noqa: E731
+    d = hg.diagnose(run, jnp.sum, rates, curvature=True)
+    np.testing.assert_allclose(d.excess, [np.max(rates * CURVATURE) / 3], rtol=1e-3)
+
+
+def test_what_has_no_limit_that_is_known_says_nothing_of_it() -> None:
+    run = lambda h, key: hg.train(quadratic, jnp.ones(3), hg.Adam(h), hg.full_batch(CURVATURE), theta=0.0, steps=3).params  # noqa: E731
+    assert hg.diagnose(run, jnp.sum, 0.1, curvature=True).excess is None
+
+
+def test_rates_of_a_run_that_fails() -> None:
+    def run(h: Any, key: Any) -> jax.Array:
+        return hg.train(quadratic, jnp.ones(3), hg.HeavyBall(h, 0.5), hg.full_batch(CURVATURE), theta=0.0, steps=40).params
+
+    d = hg.diagnose(run, jnp.sum, 9.0, curvature=True)
+    assert d.verdict == "not finite" and "Learning rates exceed" in str(d)
+
+
+def test_the_largest_curvature_is_not_the_most_negative() -> None:
+    saddle = lambda w, _, batch: jnp.sum(jnp.array([1.0, -3.0, 0.1]) * w**2) / 2  # noqa: E731
+    run = lambda h, key: hg.train(saddle, jnp.ones(3), hg.HeavyBall(h, 0.5), hg.full_batch(None), steps=1).params  # noqa: E731
+    np.testing.assert_allclose(hg.diagnose(run, jnp.sum, 0.3, curvature=True).excess, [0.3 * 1.0 / 3], rtol=1e-3)
