@@ -21,7 +21,7 @@ from experiments import _record
 ORDER = (
     "toy_valley", "learning_rate_schedules", "schedule_gradient", "per_weight_penalty", "learned_training_set",
     "architecture_sharing", "chaos", "initial_weights", "memory", "adam_schedules", "gradient_links", "optimizer_race",
-    "language_model", "unlearning", "long_horizon",
+    "curvature_optimizers", "language_model", "unlearning", "long_horizon",
 )  # fmt: skip
 
 INTRODUCTION = (
