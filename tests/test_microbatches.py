@@ -65,8 +65,17 @@ def close(found: Any, expected: Any, tolerance: float) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance), found, expected)
 
 
-@pytest.mark.parametrize("loss", [loss, with_a_rule, with_statistics], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize(
+    ("rule", "loss"),
+    [
+        ("SGD", with_statistics),
+        ("heavy ball", with_a_rule),
+        ("Adam", with_statistics),
+        ("clip", with_a_rule),
+        ("Adam", loss),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
 def test_every_road_has_one_derivative(rule: str, loss: Any) -> None:
     options = {"statistics": hg.Statistics(jnp.zeros(()), 0.75)} if loss is with_statistics else {}
     with jax.enable_x64(True):
@@ -91,18 +100,22 @@ def test_second_derivatives_and_differences() -> None:
         np.testing.assert_allclose(ours, (rate(0.1 + size) - rate(0.1 - size)) / (2 * size), rtol=1e-6)
 
 
+@functools.cache
+def compiled() -> Any:
+    return jax.jit(jax.value_and_grad(lambda h: value(h, RULES["SGD"], loss, 4, hg.Reversible())))(hypers(jnp.float32))
+
+
 @pytest.mark.parametrize("mode", ["eager", "vmap", "host", "segments"])
 def test_in_every_way_to_run(mode: str) -> None:
     h = hypers(jnp.float32)
     adjoint = {"host": hg.Reversible(driver="host"), "segments": hg.Reversible(buffer="host")}.get(mode, hg.Reversible())
     f = lambda h: value(h, RULES["SGD"], loss, 4, adjoint)  # noqa: E731
-    expected = jax.jit(jax.value_and_grad(lambda h: value(h, RULES["SGD"], loss, 4, hg.Reversible())))(h)
     if mode == "vmap":
         lanes = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), h)
         found = jax.tree.map(lambda x: x[0], jax.vmap(jax.value_and_grad(f))(lanes))
     else:
         found = jax.value_and_grad(f)(h)
-    close(found, expected, 1e-4)
+    close(found, compiled(), 1e-4)
 
 
 def test_learned_arrays_per_step_and_metrics() -> None:
