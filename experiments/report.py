@@ -31,8 +31,9 @@ INTRODUCTION = (
     'wrote this page from the records of the scripts. "Ours" is the mean over seeds, and what follows ± is the standard '
     "deviation over them.",
     "Run any of them with `python -m experiments.<name>`. Without data at hand they take scikit-learn's digits, in under "
-    "three minutes on two cores (gradient links: nine; the language model: ten; the long horizon: eleven); `--data mnist` "
-    "reads `mnist.npz` from the folder `HYPERGRAD_DATA` and repeats the setting of the thesis. `--help` lists what can be "
+    "three minutes on two cores (gradient links: nine; the language model: ten; the long horizon: eleven; rules of "
+    "curvature: fifteen); `--data mnist` reads `mnist.npz` from the folder `HYPERGRAD_DATA` and repeats the setting of the "
+    "thesis. `--help` lists what can be "
     "changed.",
 )
 
