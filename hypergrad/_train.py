@@ -12,7 +12,7 @@ from jax import Array
 
 from hypergrad import _door as door
 from hypergrad import _programs as programs
-from hypergrad._meshes import reject_explicit
+from hypergrad._meshes import explicit_mesh, reject_explicit, with_automatic_axes
 from hypergrad._metrics import CALL, measured
 from hypergrad._microbatches import check_loss, check_rule, spread
 from hypergrad._needs import asking, untrained
@@ -87,6 +87,11 @@ def train(
     operations and shapes finds the old one, and a loss that reads something else by now is another. Composes with jax.grad
     (params, optimizer, theta, state, statistics in; params, losses, metrics, state, statistics out), jax.jit and jax.vmap.
     """
+    if explicit_mesh() is not None:
+        given = {"params": params, "optimizer": optimizer, "batches": batches, "theta": theta, "state": state}
+        given |= {"statistics": statistics}
+        fixed: Any = {"steps": steps, "metric": metric, "microbatches": microbatches, "adjoint": adjoint, "throw": throw}
+        return with_automatic_axes(lambda given: train(loss, **given, **fixed), given)
     excess = excess_of(loss, optimizer, statistics is not None) if metric is None and probing_curvature() else None
     run, inputs, about = set_up(
         loss, params, optimizer, batches, theta, steps, state, adjoint, throw, statistics, metric or excess, microbatches

@@ -47,25 +47,49 @@ x, w = on(mesh)
 assert jnp.allclose(jax.grad(lambda w: run(0.1, x, w))(w), jax.grad(lambda w: run(0.1, whole, w))(start), atol=1e-5)
 print("done")
 """
-REFUSED = """
+EXPLICIT = """
 x, w = on(explicit)
+with jax.set_mesh(explicit):
+    divided = jax.device_put(jnp.ones((4, 3)), NamedSharding(explicit, P("d")))
+    of = lambda w, _, b: jnp.mean(jnp.tanh(b @ w.T) ** 2) + jnp.sum(w**2)
+    slopes = {
+        "grad": jax.grad(run)(0.1, x, w),
+        "jit": jax.jit(jax.grad(run))(0.1, x, w),
+        "whole": jax.grad(run)(0.1, whole, start),
+        "vmap": jax.jit(jax.vmap(jax.grad(run), (0, None, None)))(jnp.array([0.1, 0.2]), x, w)[0],
+        "microbatches": jax.grad(lambda rate: run(rate, x, w, microbatches=4))(0.1),
+        "hypergradient": hg.hypergradient(lambda h, key: run(h, x, w), lambda v: v, 0.1)[1],
+    }
+    for way, slope in slopes.items():
+        assert abs(slope - expected) < 1e-4, (way, slope)
+    done = hg.train(of, divided, hg.SGD(0.1), hg.stacked(x))
+    for array in (done.params, done.state["velocity"]):
+        assert array.sharding.is_equivalent_to(divided.sharding, 2), array.sharding
+    wide = jax.jit(jax.grad(lambda w: hg.train(of, w, hg.SGD(0.1), hg.stacked(x)).losses.sum()))
+    assert wide(divided).sharding.is_equivalent_to(divided.sharding, 2)
 
-def in_force():
-    with jax.set_mesh(explicit):
-        run(0.1, whole, start)
+def under(call):
+    def called():
+        with jax.set_mesh(explicit):
+            call()
+    return called
 
+outside = lambda w, _, b: jnp.mean(x) * loss(w, _, b)
 calls = {
-    "batches": lambda: jax.grad(run)(0.1, x, start),
-    "params": lambda: jax.grad(lambda w: run(0.1, whole, w))(w),
-    "hypergradient": lambda: hg.hypergradient(lambda h, key: run(h, x, w), lambda v: v, 0.1),
-    "optimizer": lambda: run(jax.device_put(0.1, NamedSharding(explicit, P())), whole, start),
-    "in force": in_force,
+    "params": (lambda: run(0.1, whole, w), "`params` lies on a mesh with explicit axes ('d',)"),
+    "batches": (lambda: jax.grad(run)(0.1, x, start), "jax.set_mesh(mesh)"),
+    "a closure": (under(lambda: run(0.1, x, w, outside)), "Pass the array through theta or the batch"),
+    "optimize": (
+        under(lambda: hg.optimize(lambda h, key: run(h, x, w), lambda v: v, 0.1, meta_steps=1)),
+        "jax.sharding.Mesh(devices, names)",
+    ),
+    "check": (under(lambda: hg.check_reversal(loss, w, hg.SGD(0.1), hg.stacked(x))), "no loop of the library's own"),
 }
-for name, call in calls.items():
+for name, (call, text) in calls.items():
     try:
         call()
     except TypeError as e:
-        assert "explicit axes ('d',)" in str(e) and "jax.sharding.Mesh(devices, names)" in str(e), (name, str(e))
+        assert text in str(e), (name, str(e))
     else:
         raise AssertionError(name)
 assert abs(jax.jit(jax.grad(run))(0.1, x, w) - expected) < 1e-4, "as arguments of jit JAX keeps the types itself"
@@ -73,7 +97,7 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("program", [WORKS, REFUSED], ids=["automatic", "explicit"])
+@pytest.mark.parametrize("program", [WORKS, EXPLICIT], ids=["automatic", "explicit"])
 def test_on_two_devices(program: str) -> None:
     flags = "--xla_force_host_platform_device_count=2"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
