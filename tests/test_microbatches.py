@@ -89,6 +89,29 @@ def test_every_road_has_one_derivative(rule: str, loss: Any) -> None:
         close(ours, whole, 1e-9)  # the mean over all rows is that of the means
 
 
+@jax.custom_vjp
+def normalized(x: Any) -> Any:
+    return x
+
+
+normalized.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.sqrt(jnp.mean(g * g) + 1e-2),))
+
+
+def test_a_rule_that_is_not_linear_in_its_cotangent() -> None:
+    """Theta alone goes through it: what each part is handed on is its share of the cotangent, as in any mean."""
+
+    def bent(w: Any, theta: Any, x: Any) -> jax.Array:
+        joint = jnp.mean(normalized(theta * x)) + jnp.sum(w["a"] ** 2)
+        return joint + jnp.sin(2 * joint) + jnp.sum(w["b"] ** 2)
+
+    with jax.enable_x64(True):
+        ours, unrolled = (
+            jax.jit(jax.grad(lambda h, a=a: value(h, RULES["SGD"], bent, 4, a)))(hypers())
+            for a in (hg.Reversible(), hg.Unrolled())
+        )
+        close(ours, unrolled, 1e-9)
+
+
 def test_second_derivatives_and_differences() -> None:
     with jax.enable_x64(True):
         f = lambda h: value(h, RULES["SGD"], loss, 4, hg.Unrolled())  # noqa: E731

@@ -117,7 +117,8 @@ def products(
                     asymmetry = _asymmetry(((hu, cross), pulled(w)), (pushed(near), pulled(near)))
             else:
                 (g, value, _), pull, (g_theta, seen) = jax.vjp(field, w, these, has_aux=True)
-                back = pull((u, dloss.astype(value.dtype), push))
+                of_mean = (u, dloss.astype(value.dtype), push)
+                back = run.whole_of(pull(run.share_of(of_mean)))
                 g, (hu, cross), g_theta, value, seen = barrier((g, back, g_theta, value, seen))
         return value, (g, seen), (g_theta, hu, cross, asymmetry)
 
