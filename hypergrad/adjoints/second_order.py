@@ -173,13 +173,13 @@ def accumulator(x: Array) -> Any:
 
 def _scaled(run: Run, u: list[Array]) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
     """(u times a power of two, what divides by it again, as `accumulator`s). Only where the loss computes in float16 or
-    less.
+    less, and has no derivative rules of its own, which need not be linear in their cotangents.
 
     The largest entry becomes 2^-6, where float16 has as many exponents below as above. Without it what passes back through
     float16 is zero below 6e-8 and infinite above 65504, in whatever unit the validation loss is counted.
     """
     wide = lambda xs: [x.astype(accumulator(x)) for x in xs]  # noqa: E731
-    if not run.functions.narrow or not u:
+    if not (run.functions.narrow and run.functions.symmetric and u):
         return u, wide
     largest = jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(u[0].dtype) for x in u]).max()
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1))

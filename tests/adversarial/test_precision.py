@@ -191,3 +191,33 @@ def test_a_weight_of_a_state_that_is_no_weight_is_refused() -> None:
     state = hg.train(of_batch, WEIGHTS, hg.Adam(0.01), hg.stacked(DATA)).state
     with fails((ValueError, TypeError), "mean_weight"):
         hg.train(of_batch, WEIGHTS, hg.Adam(0.01), hg.stacked(DATA), state={**state, "mean_weight": jnp.ones(7)})
+
+
+@jax.custom_vjp
+def normalized(x: Any) -> Any:
+    return x
+
+
+def _over_its_norm(_: None, g: Any) -> Any:
+    wide = g.astype(jnp.float32)
+    return ((wide / jnp.sqrt(jnp.mean(wide * wide) + 1e-2)).astype(g.dtype),)
+
+
+normalized.defvjp(lambda x: (x, None), _over_its_norm)
+
+
+@pytest.mark.parametrize("size", [1e-2, 1e2])
+def test_a_rule_in_float16_that_is_not_linear_in_its_cotangent(size: float) -> None:
+    """Cotangents of other losses are scaled on their way through float16."""
+
+    def bent(w: Any, theta: Any, x: Any) -> Any:
+        joint = jnp.mean(normalized((theta * x).astype(jnp.float16)).astype(jnp.float32)) + jnp.sum(w**2)
+        return joint + jnp.sin(2 * joint)
+
+    def value(theta: Any, adjoint: Any) -> Any:
+        batches = hg.full_batch(jnp.linspace(-1, 2, 48).reshape(16, 3))
+        run = hg.train(bent, jnp.ones(3) / 3, hg.SGD(0.1, 0.5), batches, theta=theta, steps=4, adjoint=adjoint)
+        return size * jnp.sum(jnp.sin(run.params))
+
+    ours, unrolled = (jax.jit(jax.grad(lambda t, a=a: value(t, a)))(0.4) for a in (hg.Reversible(), hg.Unrolled()))
+    np.testing.assert_allclose(ours, unrolled, rtol=1e-3)
