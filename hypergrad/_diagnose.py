@@ -45,7 +45,9 @@ class Diagnosis(NamedTuple):
     losses: np.ndarray  # [steps]
     status: Status  # of the run
     runs: int  # how many `hg.train` there were; this is the worst of them
-    excess: np.ndarray | None = None  # with `curvature`: the learning rate over 2 (1 + m) / lambda, [steps]; the worst run's
+    excess: np.ndarray | None = (
+        None  # with `curvature`: the learning rate over 2 (1 + m) / lambda, [steps]; of the run where it is largest
+    )
 
     def explain(self) -> str:
         """The verdict in sentences: what, since which step, by what factor, what to do."""

@@ -21,8 +21,7 @@ from hypergrad.adjoints.base import Adjoint
 from hypergrad.batches import FullBatch, HostBatches, Minibatches, Stacked
 from hypergrad.exact import STEPS
 from hypergrad.hypers import describe, is_domain
-from hypergrad.optimizers.block import Block
-from hypergrad.optimizers.chain import Link, Optimizer
+from hypergrad.optimizers.chain import Optimizer
 from hypergrad.optimizers.expand import concrete
 from hypergrad.optimizers.statistics import Statistics
 from hypergrad.schedules import PerStep, spread
@@ -205,7 +204,7 @@ def calling(call: str, *arguments: Any) -> Iterator[None]:
         yield
     except Exception as e:
         given = dict(zip(call.partition("(")[2].rstrip(")").split(", "), arguments, strict=True))
-        lines = [f"  {name} = {_outline(x)}" for name, x in given.items()]
+        lines = [f"  {name} = {outlined(x)}" for name, x in given.items()]
         e.add_note("\n".join([f"`{call}` was called by hypergrad with", *lines, *_hints(e, given)]))
         raise
 
@@ -221,7 +220,7 @@ def _hints(error: Exception, arguments: dict[str, Any]) -> Iterator[str]:
         yield "A model that equinox.partition took apart is put together with equinox.combine(params, static)."
 
 
-def _outline(tree: Any) -> str:
+def outlined(tree: Any) -> str:
     """Structure, shapes and dtypes of a pytree, on one line."""
     return textwrap.shorten(eqx.tree_pformat(tree, width=10_000), 300, placeholder=" ...")
 
@@ -287,36 +286,3 @@ def check_evidence(returned: Any, statistics: Any) -> Any:
 
 def shaped(x: Any) -> str:
     return f"{x.dtype.name}{list(x.shape)}"
-
-
-def check_signal(name: str, given: Any, tree: Any) -> list[Array]:
-    """What a function of an optimizer's signals gave, leaf by leaf."""
-    if jax.tree.structure(given) != tree:
-        raise ValueError(f"the signal {name!r} of the optimizer must be a pytree like `params`; got {_outline(given)}.")
-    return jax.tree.leaves(given)
-
-
-def check_shapes_of_signals(
-    signals: dict[str, list[Any]], blocks: tuple[Block, ...], values: list[Any], params: Any
-) -> None:
-    """signals: {name: [of each leaf]}; values: of the links of each block."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    for block, own in zip(blocks, values, strict=True):
-        for link in block.chain:
-            for i, shape in zip(block.leaves, block.shapes, strict=True) if block.of_parameters else ():
-                expected = shape if own[link.name].shape == block.shape else own[link.name].shape
-                found = signals[link.signal][i] if link.signal in signals else None
-                if found is not None and found.shape != expected:
-                    _reject_signal(link, f"params{jax.tree_util.keystr(leaves[i][0])}", expected, found)
-
-
-def _reject_signal(link: Link, where: str, expected: tuple[int, ...], found: Any) -> None:
-    if not found.size:
-        raise ValueError(
-            f"the signal {link.signal!r} of the optimizer has nothing for {where}. Give that leaf another rule by "
-            "hg.partition; for curvature, hg.curvature.layers(loss, params, theta, batch) lists what was found."
-        )
-    raise ValueError(
-        f"the signal {link.signal!r} of the optimizer must have, for each leaf of `params`, the shape of what link "
-        f"`{link.name}` holds: for {where} that is {list(expected)}; got {shaped(found)}."
-    )

@@ -40,8 +40,7 @@ class Evaluation:
 
     Seeds are vmapped in equal groups, which run side by side: two for each core of a CPU, since XLA keeps but part of a
     batched program on more than one core; one for each of several devices, unless what is trained lies on several already.
-    robust: as `averaged` has it. watch: whether the ledger gets
-    the norms of cotangents.
+    robust: as `averaged` has it. watch: whether the ledger gets the norms of cotangents.
     """
 
     def __init__(

@@ -23,6 +23,7 @@ from hypergrad._microbatches import part_of, reject_on_mesh, without_mesh
 from hypergrad._own_rules import is_float, own_rule
 from hypergrad._program_keys import Key, array_key, equations
 from hypergrad._programs import Program
+from hypergrad._signals import check_signal
 from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import STATISTICS, Signal
 from hypergrad.optimizers.expand import Hypers
@@ -90,7 +91,7 @@ def trace(
         *rest, key = lists
         scalar = (lambda *a: loss(*a)[0]) if pair else loss
         found = {name: function(scalar, *as_given(w, *rest), key) for name, function in signals.items()}
-        return {name: door.check_signal(name, x, tree) for name, x in found.items()}
+        return {name: check_signal(name, x, tree) for name, x in found.items()}
 
     of_step = [
         jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if own else x for x, own in zip(theta_floats, per_step, strict=True)

@@ -20,6 +20,7 @@ from hypergrad._processes import reject_python, several
 from hypergrad._program_keys import contains
 from hypergrad._report import exceeded, mask, probing_curvature, surface
 from hypergrad._sharpness import excess_of
+from hypergrad._signals import check_shapes_of_signals
 from hypergrad._trace import trace, with_foreign
 from hypergrad.adjoints import Adjoint, Reversible
 from hypergrad.batches import HostBatches, full_batch
@@ -167,7 +168,7 @@ def set_up(
     of_one_step = jax.eval_shape(lambda h: one_step(h, steps), h)
     seen = _statistics_like(statistics_tree, values)
     if traced.functions.signals is not None:
-        door.check_shapes_of_signals(traced.functions.signals.program.out, tuple(out.blocks), values, params)
+        check_shapes_of_signals(traced.functions.signals.program.out, tuple(out.blocks), values, params)
     blocks = decided(out.blocks, of_one_step, values, seen)
     if metric is not None:
         door.check_signature(CALL, metric, "hypers is the optimizer, as it is at that step.")

@@ -117,8 +117,8 @@ def products(
                     asymmetry = _asymmetry(((hu, cross), pulled(w)), (pushed(near), pulled(near)))
             else:
                 (g, value, _), pull, (g_theta, seen) = jax.vjp(field, w, these, has_aux=True)
-                of_mean = (u, dloss.astype(value.dtype), push)
-                back = run.whole_of(pull(run.share_of(of_mean)))
+                cotangents, parts = (u, dloss.astype(value.dtype), push), run.microbatches
+                back = pull(cotangents) if parts is None else parts.whole(pull(parts.share(cotangents)))
                 g, (hu, cross), g_theta, value, seen = barrier((g, back, g_theta, value, seen))
         return value, (g, seen), (g_theta, hu, cross, asymmetry)
 

@@ -31,10 +31,11 @@ class KFAC(Optimizer):
     likelihood that is known (optax's cross entropies and squared errors, `hg.curvature.likelihood`).
 
     learning_rate: a; momentum: m, in [2^-16, 1 - 2^-16]: each a scalar, a `PerStep`, an array of a parameter's shape, or a
-    pytree prefix of the parameters with such leaves. decay: r, of the averages, which are divided by 1 - r^t; damping; l2:
-    one value a leaf, or one per step. every: k, inverses are computed at steps 0, k, 2k, .. and held between. outputs: which
-    axis of kernels of more than two axes is the outputs', "last" (flax) or "first" (equinox). What is used in no layer, such
-    as a convolution in groups, has no factors: give it another rule by `hg.partition`.
+    pytree prefix of the parameters with such leaves. decay: r, likewise in [2^-16, 1 - 2^-16], of the averages, which are
+    divided by 1 - r^t; damping; l2: one value a leaf, or one per step. every: k, inverses are computed at steps 0, k, 2k, ..
+    and held between. outputs: which axis of kernels of more than two axes is the outputs', "last" (flax) or "first"
+    (equinox). What is used in no layer, such as a convolution in groups, has no factors: give it another rule by
+    `hg.partition`.
 
     State: {"factors": a vector for each leaf, upper triangles; "inverses", of the same form, if k > 1; "velocity": like
     params; "factors_weight": 1 - r^t}.

@@ -45,6 +45,14 @@ class Microbatches:
         names = (self.axis,) if isinstance(self.axis, str) else self.axis
         return int(functools.reduce(lambda n, name: n * self.mesh.shape[name], names, 1))
 
+    def share(self, cotangents: Any) -> Any:
+        """What the mean hands on to each part: rules that are not linear in their cotangent see it."""
+        return jax.tree.map(lambda x: x / self.count, cotangents)
+
+    def whole(self, products: Any) -> Any:
+        """The inverse for what comes of it, of which a mean is taken."""
+        return jax.tree.map(lambda x: x * self.count, products)
+
     def alone(self) -> "Microbatches":
         """The same parts on one device: the same bits."""
         return Microbatches(self.count)

@@ -212,18 +212,6 @@ class Run:
         unit = jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(jnp.float64) for x in of]).max() if of else 1.0
         return self.microbatches.mean(function, kinds, shared, batch, unit)
 
-    @property
-    def parts(self) -> int:
-        return 1 if self.microbatches is None else self.microbatches.count
-
-    def share_of(self, cotangents: Any) -> Any:
-        """What the mean over microbatches hands on to each: rules that are not linear in their cotangent see it."""
-        return cotangents if self.parts == 1 else jax.tree.map(lambda x: x / self.parts, cotangents)
-
-    def whole_of(self, products: Any) -> Any:
-        """The inverse for what comes of it, of which a mean is taken."""
-        return products if self.parts == 1 else jax.tree.map(lambda x: x * self.parts, products)
-
     def isolated_gradient(
         self, gradient: Callable[..., Any], t: Array, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]
     ) -> tuple[Array, list[Array], list[Array]]:
