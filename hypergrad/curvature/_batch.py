@@ -116,7 +116,7 @@ def _second_moment(batch: Batch, leaf: int) -> Array:
 
 
 def mean_gradient(batch: Batch) -> list[Array]:
-    """g: of a leaf that is found, without the gradients of the examples."""
+    """g: of a leaf of one position, without the gradients of the examples."""
     return [_mean_gradient(batch, i) for i in range(len(batch.weights))]
 
 
@@ -124,7 +124,8 @@ def _mean_gradient(batch: Batch, leaf: int) -> Array:
     pair = batch.first_pair(leaf)
     if pair is not None:
         use, a, b = pair
-        return batch.spread(use, jnp.einsum("ngti,ngto->gio", a, b) / batch.count)
+        if a.shape[2] == 1:
+            return batch.spread(use, jnp.einsum("ngti,ngto->gio", a, b) / batch.count)
     return jnp.mean(batch.of_examples(leaf), 0)
 
 

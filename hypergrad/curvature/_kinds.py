@@ -66,20 +66,11 @@ class Convolution(Layer):
         return equation.primitive.name == "conv_general_dilated" and place == 1 and equation.params["batch_group_count"] == 1
 
     def matrices(self, equation: Any, place: int, operands: list[Any], cotangent: Array) -> tuple[Array, Array]:
-        of, numbers = equation.params, equation.params["dimension_numbers"]
+        numbers, groups = equation.params["dimension_numbers"], equation.params["feature_group_count"]
         window = [equation.invars[1].aval.shape[i] for i in numbers.rhs_spec[2:]]
-        groups = of["feature_group_count"]
-        x = jnp.transpose(operands[0], numbers.lhs_spec)  # [example, feature, ...]
-        patches = jax.lax.conv_general_dilated_patches(
-            x,
-            window,
-            of["window_strides"],
-            of["padding"],
-            lhs_dilation=of["lhs_dilation"],
-            rhs_dilation=of["rhs_dilation"],
-            precision=jax.lax.Precision.HIGHEST,
-        )
-        return _by_group(patches, groups), _by_group(jnp.transpose(cotangent, numbers.out_spec), groups)
+        b = jnp.transpose(cotangent, numbers.out_spec)
+        a = _patches(jnp.transpose(operands[0], numbers.lhs_spec), window, b.shape[2:], equation.params)
+        return _by_group(a, groups), _by_group(b, groups)
 
     def arrange(self, equation: Any, place: int, weight: Array) -> Array:
         groups, spec = equation.params["feature_group_count"], equation.params["dimension_numbers"].rhs_spec
@@ -185,6 +176,22 @@ def _front(x: Array, axes: Any, last: bool = False) -> Array:
     """x with these axes first, in this order, or last."""
     rest = [i for i in range(x.ndim) if i not in axes]
     return jnp.transpose(x, [*rest, *axes] if last else [*axes, *rest])
+
+
+def _patches(x: Array, window: list[int], places: tuple[int, ...], of: Any) -> Array:
+    """[1, features, ...] -> what the window sees at each place: [1, features window, ...]. An axis at a time, by slices: XLA
+    has a convolution for it, with a kernel of zeros and ones, which is several times slower on a CPU."""
+    dilations = [(low, high, d - 1) for (low, high), d in zip(of["padding"], of["lhs_dilation"], strict=True)]
+    x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *dilations])
+    strides = zip(window, places, of["window_strides"], of["rhs_dilation"], strict=True)
+    for i, (size, count, stride, apart) in enumerate(strides):
+        axis = 2 + 2 * i  # those before it are entries and places of the axes that are done
+        ends = [k * apart + (count - 1) * stride + 1 for k in range(size)]
+        seen = [jax.lax.slice_in_dim(x, k * apart, end, stride, axis) for k, end in enumerate(ends)]
+        x = jnp.stack(seen, axis)
+    n, entries = len(window), [2 + 2 * i for i in range(len(window))]
+    x = jnp.transpose(x, [0, 1, *entries, *(i + 1 for i in entries)])
+    return x.reshape(x.shape[0], -1, *x.shape[2 + n :])
 
 
 def _by_group(x: Array, groups: int) -> Array:

@@ -1,6 +1,7 @@
 """Kronecker factors: two second moments a layer, of its inputs and of derivatives in its outputs."""
 
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -39,25 +40,35 @@ def factors(batch: Batch, sampled: bool) -> list[Kronecker | Diagonal]:
 def _factors(batch: Batch, leaf: int, signals: Signals, signs: Array) -> Kronecker | Diagonal:
     found = batch.passes.found
     if leaf in found.shifts:
-        b = jax.vmap(lambda signal: batch.gradients(leaf, signal))(signals).reshape(*signs.shape, -1)
-        return Kronecker(None, _moment("cno,cn,cnp->op", b, signs, b)[None] / batch.count)
+        b = jax.vmap(lambda signal: batch.gradients(leaf, signal))(signals)
+        return Kronecker(None, _output_factor(b.reshape(*signs.shape, 1, 1, -1), signs))
     pairs = _stacked(batch, leaf, signals) if leaf not in found.general else None
     if pairs is None:
         return Diagonal(leaf_diagonal(batch, leaf, signals, signs))
     a, b = pairs
     if batch.sharing == "reduce":
         a, b = a.mean(2, keepdims=True), b.sum(3, keepdims=True)
-    b = _moment("cngto,cn,cngtp->gop", b, signs, b) / batch.count
-    return Kronecker(input_factor(a), b)
-
-
-def _moment(indices: str, b: Array, signs: Array, other: Array) -> Array:
-    return jnp.einsum(indices, b, signs.astype(b.dtype), other)
+    return Kronecker(input_factor(a), _output_factor(b, signs))
 
 
 def input_factor(a: Array) -> Array:
     """The second moment of inputs, mean over examples and positions: [groups, in, in]."""
-    return jnp.einsum("ngti,ngtj->gij", a, a) / (a.shape[0] * a.shape[2])
+    a = a / math.sqrt(a.shape[0] * a.shape[2])  # before: a pass over the result would be the longer one
+    return _products(a, a)
+
+
+def _output_factor(b: Array, signs: Array) -> Array:
+    """The second moment of derivatives in outputs, over columns and positions, mean over examples: [groups, out, out]."""
+    signed = b * signs.astype(b.dtype)[..., None, None, None]
+    rows = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
+    return _products(rows(signed), rows(b)) / signs.shape[1]
+
+
+def _products(x: Array, y: Array) -> Array:
+    """[rows, groups, positions, in] -> sum over rows and positions of x' y, [groups, in, in]."""
+    if x.shape[1] > 1:
+        return jnp.einsum("ngti,ngtj->gij", x, y)
+    return (x.reshape(-1, x.shape[3]).T @ y.reshape(-1, y.shape[3]))[None]  # a group is a batch to XLA, which takes longer
 
 
 def _stacked(batch: Batch, leaf: int, signals: Signals) -> tuple[Array, Array] | None:

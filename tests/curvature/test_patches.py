@@ -1,0 +1,45 @@
+"""What a convolution's window sees, by slices, is what XLA's own convolution makes of it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hypergrad as hg
+
+
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "a sequence": {"window": (3,), "size": (9,), "window_strides": (2,), "padding": "SAME"},
+    "strides": {"window": (3, 2), "size": (8, 7), "window_strides": (2, 3), "padding": "VALID"},
+    "a window apart": {"window": (2, 3), "size": (9, 8), "padding": ((1, 2), (0, 1)), "rhs_dilation": (3, 2)},
+    "an image apart": {"window": (3, 3), "size": (4, 5), "padding": ((2, 2), (1, 2)), "lhs_dilation": (2, 3)},
+    "negative padding": {"window": (2, 2), "size": (7, 6), "padding": ((-1, 0), (2, -2)), "lhs_dilation": (1, 2)},
+    "all of it": {
+        "window": (2, 3), "size": (9, 8), "window_strides": (2, 1), "padding": ((-1, 3), (2, 2)),
+        "lhs_dilation": (2, 1), "rhs_dilation": (3, 2), "feature_group_count": 2,
+    },
+    "volumes in groups": {"window": (2, 1, 2), "size": (3, 4, 3), "padding": "SAME", "feature_group_count": 2},
+    "nothing to see": {"window": (1, 1), "size": (3, 3), "window_strides": (2, 2), "padding": "SAME"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_gradients_of_examples_are_those_of_convolutions_of_any_geometry(name: str) -> None:
+    options = {"window_strides": (1,) * len(GEOMETRIES[name]["window"]), **GEOMETRIES[name]}
+    window, size, groups = options.pop("window"), options.pop("size"), options.get("feature_group_count", 1)
+    rng = np.random.default_rng(0)
+
+    def loss(kernel: Any, theta: Any, batch: Any) -> Any:
+        y = jax.lax.conv_general_dilated(batch, kernel, **options)
+        return jnp.mean(jnp.sum(jnp.tanh(y), tuple(range(1, y.ndim))))
+
+    with jax.enable_x64(True):
+        kernel = jnp.asarray(rng.standard_normal((6, 4 // groups, *window)))
+        x = jnp.asarray(rng.standard_normal((3, 4, *size)))
+        assert [use.kind for use in hg.curvature.layers(loss, kernel, None, x)] == ["convolution"]
+        found = hg.curvature.quantities(loss, kernel, None, x, "individual_gradients")["individual_gradients"]
+        expected = jax.vmap(lambda x: jax.grad(loss)(kernel, None, x[None]))(x) / 3
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+        assert float(jnp.abs(expected).max()) > 1e-3
