@@ -26,7 +26,7 @@ from experiments import (
     toy_valley,
     unlearning,
 )
-from experiments.benchmarks import optimizer_family
+from experiments.benchmarks import optimizer_family, rules
 
 
 def test_quickstart_learns_and_records(tmp_path, capsys):
@@ -67,7 +67,7 @@ def test_npz_data_is_read_from_its_folder(monkeypatch, tmp_path):
 
 
 def test_adam_beside_optax_in_short():
-    beside = optimizer_family.curve("Adam", "digits", 40, jnp.float32, optimizer_family.rounded, hidden=())
+    beside = optimizer_family.curve("Adam", "digits", 40, jnp.float32, rules.rounded, hidden=())
     assert beside.loss <= 1e-4 and beside.update <= 1e-4 and beside.small <= 2
 
 

@@ -1,6 +1,7 @@
-"""Rules of matrices that optax does not have, written plainly from their papers, as optax transformations of matrices.
+"""Rules that optax does not have, written plainly from their papers, as optax transformations.
 
-Each takes a rate, and decays as they are. `beside_adamw` gives all else to optax's AdamW.
+Those of matrices take a rate, and decays as they are; `beside_adamw` gives all else to optax's AdamW. Those of curvature
+take the loss and the quantity besides, and are told `batch` and `key` at each update.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+import hypergrad as hg
 from experiments.benchmarks import plain_shampoo
 
 
@@ -111,3 +113,61 @@ def newton_schulz(x: Array) -> Array:
         square = x @ x.T
         x = a * x + (b * square + c * square @ square) @ x
     return x.T if tall else x
+
+
+class Averaged(NamedTuple):
+    step: Array
+    curvature: Any
+    velocity: Any
+
+
+Loss = Callable[[Any, Any, Any], Array]
+
+
+def diagonal(
+    loss: Loss, quantity: str, rate: float, damping: float, momentum: float, decay: float
+) -> optax.GradientTransformationExtraArgs:
+    """Equation 4 of Dangel et al. (2020) with a diagonal, which is averaged over steps."""
+    divided = lambda g, c, weight: g / (c + damping)  # noqa: E731
+    return _curved(loss, quantity, rate, momentum, decay, lambda w: w, divided)
+
+
+def kronecker(
+    loss: Loss, quantity: str, rate: float, damping: float, momentum: float, decay: float
+) -> optax.GradientTransformationExtraArgs:
+    """Equation 4 of Dangel et al. (2020) with factors, averages of Martens and Grosse (2015); of dense layers."""
+
+    def start(w: Array) -> Any:
+        a = None if w.ndim == 1 else jnp.zeros((1, w.shape[0], w.shape[0]), w.dtype)
+        return hg.curvature.Kronecker(a, jnp.zeros((1, w.shape[-1], w.shape[-1]), w.dtype))
+
+    def divided(g: Array, block: hg.curvature.Kronecker, weight: Array) -> Array:
+        b = block.b[0] / weight
+        if block.a is None:
+            return jnp.linalg.solve(b + damping * jnp.eye(len(b), dtype=g.dtype), g)
+        a = block.a[0] / weight
+        pi, s = jnp.sqrt(jnp.mean(jnp.diag(a)) / jnp.mean(jnp.diag(b))), damping**0.5
+        left = jnp.linalg.solve(a + pi * s * jnp.eye(len(a), dtype=g.dtype), g)
+        return jnp.linalg.solve(b + s / pi * jnp.eye(len(b), dtype=g.dtype), left.T).T
+
+    return _curved(loss, quantity, rate, momentum, decay, start, divided)
+
+
+def _curved(
+    loss: Loss, quantity: str, rate: float, momentum: float, decay: float,
+    start: Callable[[Array], Any], divided: Callable[[Array, Any, Array], Array],
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
+    def init(params: Any) -> Averaged:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return Averaged(jnp.zeros((), jnp.int32), jax.tree.map(start, zeros), zeros)
+
+    def step(updates: Any, state: Averaged, params: Any = None, *, batch: Any, key: Array) -> tuple[Any, Averaged]:
+        new = hg.curvature.quantities(loss, params, None, batch, quantity, key=key)[quantity]
+        curvature = jax.tree.map(lambda c, x: decay * c + (1 - decay) * x, state.curvature, new)
+        weight = 1 - decay ** (state.step + 1.0)
+        divide = lambda g, c: divided(g, c, weight.astype(g.dtype))  # noqa: E731
+        steps = jax.tree.map(divide, updates, curvature)  # of each leaf of the gradient, what stands there in `curvature`
+        velocity = jax.tree.map(lambda v, s: momentum * v - (1 - momentum) * s, state.velocity, steps)
+        return jax.tree.map(lambda v: rate * v, velocity), Averaged(state.step + 1, curvature, velocity)
+
+    return optax.GradientTransformationExtraArgs(init, step)

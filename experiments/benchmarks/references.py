@@ -23,7 +23,7 @@ from jax import Array
 import hypergrad as hg
 from experiments import _data, _models
 from experiments.benchmarks import reference_rules
-from experiments.benchmarks.optimizer_family import FAMILY, Member, fine, rounded
+from experiments.benchmarks.rules import FAMILY, Member, fine, rounded
 
 
 NETWORKS: dict[str, tuple[int, ...]] = {"softmax regression": (), "two layers": (64, 64), "four layers": (32, 32, 32, 32)}
@@ -40,6 +40,15 @@ def of_matrices(rule: Any, theirs: Callable[[Any], optax.GradientTransformation]
     return Member(beside_adamw(rule), lambda r: reference_rules.beside_adamw(theirs(r), REST, r(0.9), r(0.999)))
 
 
+def of_curvature(rule: Any, theirs: Callable[..., optax.GradientTransformation]) -> Member:
+    quantity = next(iter(rule.signals)).split(",")[0]
+    return Member(rule, lambda r: theirs(loss, quantity, rule.learning_rate, rule.damping, r(rule.momentum), r(rule.decay)))
+
+
+def loss(w: Any, _: Any, batch: Any) -> Array:
+    return _models.cross_entropy(w, *batch)
+
+
 REFERENCES = {name: FAMILY[name] for name in ("SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad", "ADOPT")} | {
     "AdEMAMix": Member(
         hg.AdEMAMix(1e-3), lambda r: optax.contrib.ademamix(1e-3, r(0.9), r(0.999), fine(0.9999), weight_decay=0.0)
@@ -50,6 +59,11 @@ REFERENCES = {name: FAMILY[name] for name in ("SGD", "HeavyBall", "Adam", "AdamW
     "Nesterov": Member(hg.Nesterov(0.05, bits=BITS), FAMILY["Nesterov"].theirs),
     "NAdamW": Member(hg.NAdamW(1e-3, weight_decay=0.0, bits=BITS), FAMILY["NAdamW"].theirs),
     "ScheduleFreeAdamW": Member(hg.ScheduleFreeAdamW(1e-3, bits=BITS), FAMILY["ScheduleFreeAdamW"].theirs),
+    "DiagonalGGN": of_curvature(hg.DiagonalGGN(0.01), reference_rules.diagonal),
+    "DiagonalGGNMC": of_curvature(hg.DiagonalGGNMC(0.01), reference_rules.diagonal),
+    "KFAC": of_curvature(hg.KFAC(0.01), reference_rules.kronecker),
+    "KFLR": of_curvature(hg.KFLR(0.01), reference_rules.kronecker),
+    "KFRA": of_curvature(hg.KFRA(0.01), reference_rules.kronecker),
     "Muon": Member(
         hg.muon_with_adamw(0.002, adam_learning_rate=REST),
         lambda r: optax.contrib.muon(
@@ -67,17 +81,15 @@ REFERENCES = {name: FAMILY[name] for name in ("SGD", "HeavyBall", "Adam", "AdamW
 }
 
 
-def loss(w: Any, _: Any, batch: Any) -> Array:
-    return _models.cross_entropy(w, *batch)
-
-
 def by_optax(rule: optax.GradientTransformation, params: Any, batches: Any, steps: int) -> Array:
-    """Losses: [steps]"""
+    """Losses: [steps]. The rule is told the batch, and the key of the step."""
+    told = optax.with_extra_args_support(rule)
 
     def step(carry: Any, t: Array) -> Any:
         w, state = carry
         value, g = jax.value_and_grad(loss)(w, None, batches(t))
-        updates, state = rule.update(g, state, w)
+        key = jax.random.fold_in(jax.random.key(0), t)
+        updates, state = told.update(g, state, w, batch=batches(t), key=key)
         return (optax.apply_updates(w, updates), state), value
 
     start = params, rule.init(params)

@@ -2,10 +2,10 @@
 
     python -m experiments.benchmarks.rule_costs [--data mnist] [--steps 300] [--hidden 128 128] [--only ...]
 
-The network, the times and the units of `shampoo_choices`; rules as in `optimizer_family`, at their rates there.
+The network, the times and the units of `shampoo_choices`; rules as in `rules`, at their rates there.
 """
 
-from experiments.benchmarks.optimizer_family import FAMILY
+from experiments.benchmarks.rules import FAMILY
 from experiments.benchmarks.shampoo_choices import chosen
 
 
