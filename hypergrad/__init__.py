@@ -81,6 +81,7 @@ from hypergrad.optimizers import clip as clip
 from hypergrad.optimizers import clip_by_global_norm as clip_by_global_norm
 from hypergrad.optimizers import freeze as freeze
 from hypergrad.optimizers import muon_with_adamw as muon_with_adamw
+from hypergrad.optimizers import norm_constraint as norm_constraint
 from hypergrad.optimizers import partition as partition
 from hypergrad.optimizers import with_gradient_link as with_gradient_link
 from hypergrad.run.microbatches import Microbatches as Microbatches

@@ -45,6 +45,7 @@ def check_optimizer(optimizer: Optimizer, params: Any = None, *, steps: int = 8,
         rules = [layer for layer in layers if layer.is_rule and layer.leaves]
         name = " and ".join(type(rule.optimizer).__name__ for rule in rules)
         for rule in rules:
+            _check_signals(rule.optimizer, params)
             for shape in sorted({leaves[i].shape for i in rule.leaves}):
                 check_volume(rule.optimizer, shape)
                 _check_increments(rule.optimizer, shape)
@@ -57,6 +58,23 @@ def check_optimizer(optimizer: Optimizer, params: Any = None, *, steps: int = 8,
         single = jax.tree.map(lambda x: x.astype(jnp.float32), (params, optimizer, batches))
         _returned(f"{name} in float32", (_loss, *single))
         _check_derivatives(name, arguments, tolerance)
+
+
+def _check_signals(rule: Optimizer, params: Any) -> None:
+    """That the small problem has what the rule sees beside the gradient."""
+    batch = [(jnp.ones(x.shape), jnp.ones(x.shape)) for x in jax.tree.leaves(params)]
+    for signal, function in rule.signals.items():
+        try:
+            given = function(_loss, params, None, batch, jax.random.key(0))
+            fits = jax.tree.map(jnp.shape, given) == jax.tree.map(jnp.shape, params)
+        except (TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise TypeError(
+                f"hg.testing.check_optimizer has a loss without examples, of which {type(rule).__name__} has nothing to see "
+                f"({signal}). Take a loss of yours: hg.check_reversal says whether training comes back, and hg.Unrolled has "
+                "the derivative that hg.Reversible must have."
+            )
 
 
 def _data(rng: np.random.Generator, shape: tuple[int, ...], steps: int) -> tuple[Array, Array]:

@@ -44,6 +44,7 @@ from hypergrad.run.spec import Inputs, Run, by_link
 from hypergrad.run.step import (
     Entries,
     State,
+    early_values,
     final_values,
     parameters,
     transformed,
@@ -105,7 +106,7 @@ def step_vjp(run: Run, pass_: "Pass", t: Array, state: State, ct: Cotangents, gi
         u = gradient_cotangent(run, state, ct.z, h)
         if run.transforms:
             g = [jnp.zeros(x.shape, x.dtype) for x in u]  # none of them enters
-            u = pull_transforms(run, of_parameters, wide_w, g, u)[2]
+            u = pull_transforms(run, of_parameters, wide_w, g, early_values(run, state), u)[2]
         found, second = second_order(u, dloss=dloss, push=statistics_cotangent(run, state, ct.z, h))
         value, g, seen = found.value, found.w, found.seen
     if run.isolate:
@@ -119,8 +120,12 @@ def step_vjp(run: Run, pass_: "Pass", t: Array, state: State, ct: Cotangents, gi
     state, ct = undo_statistics(run, t, state, ct, h, entries, signals)
     u = at_rest([signals[j][GRADIENT] for j in run.parameters], [d[GRADIENT] for d in dsignals], unit)
     if run.transforms:
-        dh, dw, u = pull_transforms(run, of_parameters, wide_w, g, u)
-        ct = ct._replace(z=add_parameters(run, ct.z, dw), h=plus(ct.h[: len(dh)], dh) + ct.h[len(dh) :])
+        dh, dw, u, dz = pull_transforms(run, of_parameters, wide_w, g, early_values(run, state), u)
+        dz = add_values(run, add_parameters(run, ct.z, dw), dz)
+        ct = ct._replace(z=dz, h=plus(ct.h[: len(dh)], dh) + ct.h[len(dh) :])
+    if any(run.early):
+        state, ct, other = undo_others(run, pass_.delayed, t, state, ct, h, entries, signals, early=True)
+        dsignals = plus(dsignals, other)
     if not run.linear:
         found, second = second_order(u, dloss=dloss, push=push)
     arguments = w, theta, frozen, batch

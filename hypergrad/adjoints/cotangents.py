@@ -42,10 +42,11 @@ def at_rest(g: list[Array], u: list[Array], unit: Array) -> list[Array]:
 
 
 def pull_transforms(
-    run: Run, h: list[Hypers], w: list[Array], g: list[Array], u: list[Array]
-) -> tuple[list[Hypers], list[Array], list[Array]]:
-    """From the cotangent of what the chains saw to those of the hyperparameters, the parameters and the gradient."""
-    return jax.vjp(run.transformed, h, w, g)[1](u)
+    run: Run, h: list[Hypers], w: list[Array], g: list[Array], z: list[Floats], u: list[Array]
+) -> tuple[list[Hypers], list[Array], list[Array], list[Floats]]:
+    """From the cotangent of what the chains saw to those of the hyperparameters, the parameters, the gradient, and the links
+    that are read."""
+    return jax.vjp(run.transformed, h, w, g, z)[1](u)
 
 
 def statistics_cotangent(run: Run, state: State, dz: list[Floats], h: list[Hypers]) -> list[Array]:

@@ -38,13 +38,15 @@ def undo_others(
     h: list[Hypers],
     entries: Entries,
     signals: Signals,
+    early: bool = False,
 ) -> tuple[State, Cotangents, Signals]:
-    """The other links of each block, last to first; and the cotangents of the signals. delayed: of `delayed_links`."""
+    """The other links of each block, last to first; and the cotangents of the signals. delayed: of `delayed_links`. early:
+    those that are `Run.early`; else the rest."""
     dsignals: Signals = []
     for j in run.parameters:
         block = run.blocks[j]
         own = {name: jnp.zeros_like(x) for name, x in signals[j].items()}
-        for link in reversed(block.chain[:-1]):
+        for link in reversed(block.chain[: run.early[j]] if early else block.chain[run.early[j] : -1]):
             state, ct, dg = undo_link(run, j, link, t, state, ct, h, entries, signals)
             if dg is not None:
                 own[link.signal] = plus(own[link.signal], dg)
@@ -80,7 +82,7 @@ def add_parameters(run: Run, dz: list[Floats], dw: list[Array]) -> list[Floats]:
 
 
 def add_values(run: Run, dz: list[Floats], dvalues: list[Floats]) -> list[Floats]:
-    """Of all links of the parameters."""
+    """Of links of the parameters."""
     for j, own in zip(run.parameters, dvalues, strict=True):
         dz = replaced(dz, j, {name: dz[j][name] + x.astype(dz[j][name].dtype) for name, x in own.items()})
     return dz

@@ -30,6 +30,7 @@ from hypergrad.run.step import (
     State,
     advance,
     decoded,
+    early_values,
     final_values,
     increment,
     initial_state,
@@ -117,9 +118,6 @@ def _training(run: Run, checkpoints: int | None, inputs: Inputs) -> Outcome:
                 if run.functions.signals
                 else {}
             )
-            if run.transforms:
-                wide_w = [substitute(shadow[j][PARAMS], x) for j, x in enumerate(wide_parameters(run, state))]
-                g = _same_bits(t, run.transformed, [h[j] for j in run.parameters], wide_w, g)
             metrics = []
             if run.functions.metrics is not None:
                 measured = functools.partial(run.metrics, t, apart=False)
@@ -127,8 +125,17 @@ def _training(run: Run, checkpoints: int | None, inputs: Inputs) -> Outcome:
                     t, measured, _seen(run, state, shadow)[: len(run.parameters)], theta, inputs.frozen, batch
                 )
             signals, entries = run.signals(g, seen, more), by_link(run, entries)
+            for j in run.parameters:
+                for link in run.blocks[j].chain[: run.early[j]]:
+                    state, shadow = _both(run, j, link, t, state, shadow, h, entries, signals)
+            if run.transforms:
+                wide_w = [substitute(own[PARAMS], x) for own, x in zip(shadow, wide_parameters(run, state), strict=False)]
+                read = zip(shadow, early_values(run, state), strict=False)
+                early = [{name: substitute(own[name], x) for name, x in values.items()} for own, values in read]
+                g = _same_bits(t, run.transformed, [h[j] for j in run.parameters], wide_w, g, early)
+                signals = run.signals(g, seen, more)
             for j in (*run.statistics, *run.parameters):
-                for link in run.blocks[j].chain:
+                for link in run.blocks[j].chain[run.early[j] :]:
                     state, shadow = _both(run, j, link, t, state, shadow, h, entries, signals)
             return (state, shadow), (value, sizes(t, _stopped(gradient)), metrics)
 

@@ -20,6 +20,7 @@ from hypergrad.optimizers.muon import NorMuon as NorMuon
 from hypergrad.optimizers.muon import muon_with_adamw as muon_with_adamw
 from hypergrad.optimizers.nesterov import NAdamW as NAdamW
 from hypergrad.optimizers.nesterov import Nesterov as Nesterov
+from hypergrad.optimizers.norm_constraint import norm_constraint as norm_constraint
 from hypergrad.optimizers.partition import Partition as Partition
 from hypergrad.optimizers.partition import partition as partition
 from hypergrad.optimizers.rms import Adagrad as Adagrad

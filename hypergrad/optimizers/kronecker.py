@@ -65,8 +65,8 @@ class KFAC(Optimizer):
             )
 
     @property
-    def form(self) -> "_Form":
-        return _Form(self.quantity, self.every, self.outputs == "first")
+    def form(self) -> "Form":
+        return Form(self.quantity, self.every, self.outputs == "first")
 
     @property
     def chain(self) -> tuple[Link, ...]:  # type: ignore[override]
@@ -107,12 +107,17 @@ class KFRA(KFAC):
     quantity = "kfra"
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """What of the rule is fixed; hashable."""
 
     quantity: str
     every: int
     outputs_first: bool
+
+    @property
+    def read(self) -> str:
+        """The link that preconditions."""
+        return "inverses" if self.every > 1 else "factors"
 
     @property
     def signal(self) -> str:
@@ -142,10 +147,13 @@ class _Form(NamedTuple):
         pi, root = jnp.sqrt(a / b), jnp.sqrt(s).reshape(1)
         return own.pack([[inverse_power(blocks[0], 1.0, pi * root), inverse_power(blocks[1], 1.0, root / pi)]])
 
-    def velocity(self, h: View, z: View, g: Array) -> Array:
+    def divided(self, h: View, z: View, g: Array) -> Array:
+        """(A + pi s)^-1 g (B + s / pi)^-1"""
         own = self.tiles(g.shape)
-        inverses = z.inverses if self.every > 1 else self.inverses(h, z.factors, own)
-        return (h.momentum - 1) * own.times(inverses, g + h.l2 * z.params)
+        return own.times(z.inverses if self.every > 1 else self.inverses(h, z.factors, own), g)
+
+    def velocity(self, h: View, z: View, g: Array) -> Array:
+        return (h.momentum - 1) * self.divided(h, z, g + h.l2 * z.params)
 
 
 def _product(shape: tuple[int, ...]) -> int:
@@ -153,7 +161,7 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 @functools.cache
-def _signal(form: _Form) -> Signal:
+def _signal(form: Form) -> Signal:
     def factors(loss: Callable[..., Any], params: Any, theta: Any, batch: Any, key: Array) -> Any:
         drawn = key if form.quantity == "kfac" else None
         found = factors_by_axis(loss, params, theta, batch, form.quantity, form.merged, drawn)
@@ -167,7 +175,7 @@ def _signal(form: _Form) -> Signal:
 
 
 @functools.cache
-def _chain(form: _Form) -> tuple[Link, ...]:
+def _chain(form: Form) -> tuple[Link, ...]:
     factors = lambda h, z, g: (1 - h.decay) * g  # noqa: E731
     links = [Link("factors", factors, decay="decay", start=form.start, wide=True, signal=form.signal)]
     if form.every > 1:

@@ -100,8 +100,8 @@ def _transforms(layers: tuple[Layer, ...], blocks: list[Block]) -> tuple[Transfo
         seen = tuple(j for j, own in enumerate(blocks) if own.leaves[0] in layer.leaves)
         if not layer.is_rule and seen:
             keys = tuple((field, layer.key(field)) for field in layer.optimizer.hyperparameters())
-            function = type(layer.optimizer).transform  # type: ignore[attr-defined]
-            result.append(Transform(type(layer.optimizer).__name__, function, keys, seen))
+            around: Any = layer.optimizer
+            result.append(Transform(type(around).__name__, around.transform, keys, seen, around.reads))
     return tuple(result)
 
 

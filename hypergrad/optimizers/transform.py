@@ -4,7 +4,7 @@ Invariant: the optimizer inside sees transform(h, w, g) wherever it would have s
 """
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
@@ -20,6 +20,8 @@ class Transformed(Optimizer):
     """An optimizer with a pure function of the gradient before it. Base of the transformations; fields are hyperparameters.
 
     transform(h, w, g): h.<field> per leaf, parameters and gradient as lists of leaves -> the gradient that `inner` sees.
+    reads: links of `inner` whose new values it takes besides, transform(h, w, g, z); h then has the fields of `inner` too.
+    They must move by no gradient, and come before those that do.
     linear_transform: its derivative in g is made of hyperparameters and parameters alone. entrywise_transform: how the
     parameters are divided into leaves makes no difference.
     """
@@ -27,6 +29,7 @@ class Transformed(Optimizer):
     inner: Optimizer
     linear_transform: ClassVar[bool] = False
     entrywise_transform: ClassVar[bool] = False
+    reads: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod
     @abc.abstractmethod
@@ -60,11 +63,16 @@ class Transform(NamedTuple):
     function: Callable[..., list[Array]]
     keys: tuple[tuple[str, str], ...]  # (field, its key in h)
     blocks: tuple[int, ...]  # which it sees
+    reads: tuple[str, ...] = ()  # links whose new values it takes
 
-    def __call__(self, h: list[dict[str, Array]], w: list[Array], g: list[Array]) -> list[Array]:
-        """The gradient of all blocks, those that it sees transformed."""
-        views = [View({field: h[j][key] for field, key in self.keys}, self.name) for j in self.blocks]
-        seen = self.function(views, [w[j] for j in self.blocks], [g[j] for j in self.blocks])
+    def __call__(
+        self, h: list[dict[str, Array]], w: list[Array], g: list[Array], z: Sequence[Mapping[str, Array]] = ()
+    ) -> list[Array]:
+        """The gradient of all blocks, those that it sees transformed. z: of each block, the links that are read of it."""
+        rule = lambda j: h[j] if self.reads else {}  # noqa: E731
+        views = [View({**rule(j), **{field: h[j][key] for field, key in self.keys}}, self.name) for j in self.blocks]
+        links = ([View({k: z[j][k] for k in self.reads}, self.name) for j in self.blocks],) if self.reads else ()
+        seen = self.function(views, [w[j] for j in self.blocks], [g[j] for j in self.blocks], *links)
         result = list(g)
         for j, x in zip(self.blocks, seen, strict=True):
             result[j] = x
@@ -80,7 +88,7 @@ class Clip(Transformed):
     @staticmethod
     def transform(h: list[View], w: list[Array], g: list[Array]) -> list[Array]:
         del w
-        bounds = [_nan_below_zero(hj.max_delta) for hj in h]
+        bounds = [nan_below_zero(hj.max_delta) for hj in h]
         return [jnp.clip(x, -c, c) for c, x in zip(bounds, g, strict=True)]
 
 
@@ -99,7 +107,7 @@ class ClipByGlobalNorm(Transformed):
         scale = jnp.where(some, largest, 1)
         parts = [x / scale.astype(x.dtype) for x in g]
         root = jnp.sqrt(jnp.where(some, sum(jnp.sum(x**2).astype(g[0].dtype) for x in parts), 1))
-        bounds = [_nan_below_zero(hj.max_norm) for hj in h]
+        bounds = [nan_below_zero(hj.max_norm) for hj in h]
         above = [some & ~(scale * root <= c) for c in bounds]
         clipped = [x / root.astype(x.dtype) * jnp.where(a, c, 1) for a, c, x in zip(above, bounds, parts, strict=True)]
         return [jnp.where(a, c, x) for a, c, x in zip(above, clipped, g, strict=True)]
@@ -152,7 +160,7 @@ def clip(optimizer: Optimizer, max_delta: Any) -> Clip:
     max_delta: a hyperparameter like any other (scalar, `PerStep`, per group, per weight). One that is negative or NaN is an
     error; traced, it makes the gradient NaN. The gradient passes the outermost transformation first.
     """
-    return Clip(_checked("clip", optimizer), _bound("clip", "max_delta", max_delta))
+    return Clip(_checked("clip", optimizer), checked_bound("clip", "max_delta", max_delta))
 
 
 def clip_by_global_norm(optimizer: Optimizer, max_norm: Any) -> ClipByGlobalNorm:
@@ -161,7 +169,9 @@ def clip_by_global_norm(optimizer: Optimizer, max_norm: Any) -> ClipByGlobalNorm
     max_norm: a hyperparameter like any other; given per group, each group is scaled by its own. One that is negative or NaN
     is an error; traced, it makes the gradient NaN.
     """
-    return ClipByGlobalNorm(_checked("clip_by_global_norm", optimizer), _bound("clip_by_global_norm", "max_norm", max_norm))
+    return ClipByGlobalNorm(
+        _checked("clip_by_global_norm", optimizer), checked_bound("clip_by_global_norm", "max_norm", max_norm)
+    )
 
 
 def add_decayed_weights(optimizer: Optimizer, weight_decay: Any) -> AddDecayedWeights:
@@ -197,11 +207,11 @@ def _checked(name: str, optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def _nan_below_zero(bound: Array) -> Array:
+def nan_below_zero(bound: Array) -> Array:
     return jnp.where(bound >= 0, bound, jnp.nan)
 
 
-def _bound(name: str, field: str, value: Any) -> Any:
+def checked_bound(name: str, field: str, value: Any) -> Any:
     for x in jax.tree.leaves(value):
         known = not isinstance(x, jax.core.Tracer) and np.issubdtype(np.asarray(x).dtype, np.number)
         if known and not np.all(np.asarray(x) >= 0):

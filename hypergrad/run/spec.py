@@ -121,6 +121,17 @@ class Run:
     def of_parameters(self) -> tuple[Block, ...]:
         return self.blocks[: len(self.parameters)]
 
+    @functools.cached_property
+    def early(self) -> tuple[int, ...]:
+        """Of each block, how many links move before the gradient is transformed: up to the last that a transformation
+        reads."""
+        read = [{name for f in self.transforms if j in f.blocks for name in f.reads} for j in self.parameters]
+        read += [set()] * len(self.statistics)
+        return tuple(
+            max((i + 1 for i, link in enumerate(block.chain) if link.name in names), default=0)
+            for block, names in zip(self.blocks, read, strict=True)
+        )
+
     def isolated(self) -> "Run":
         """The same run, its gradients compiled apart from their derivatives on the way back too."""
         return dataclasses.replace(self, isolate=True)
@@ -152,12 +163,12 @@ class Run:
         """As the user has them."""
         return jax.tree.unflatten(self.statistics_tree, leaves)
 
-    def transformed(self, h: list[Hypers], w: list[Array], g: list[Array]) -> list[Array]:
+    def transformed(self, h: list[Hypers], w: list[Array], g: list[Array], z: list[Floats]) -> list[Array]:
         """The gradient as the chains see it: a pure function of floats over all blocks of the parameters, differentiated by
-        every adjoint."""
+        every adjoint. z: of each, the new values of the links that are `early`."""
         g = [x.astype(block.dtype) for x, block in zip(g, self.of_parameters, strict=True)]
         for transform in self.transforms:
-            g = transform(h, w, g)
+            g = transform(h, w, g, z)
         return g
 
     def indices(self, t: Array, theta: list[Array], frozen: Frozen, batch: list[Any]) -> list[list[Array]]:

@@ -37,12 +37,18 @@ Signals = list[dict[str, Array]]  # of each block: what the increments of its li
 
 def step(run: Run, t: Array, state: State, h: list[Hypers], entries: Entries, signals: Signals) -> State:
     """z_k <- rho_k z_k + increment_k for the links k = 1..K of each block, those of the statistics first."""
-    signals = transformed(run, t, state, h, signals)
     state = list(state)
-    for j in (*run.statistics, *run.parameters):
-        for link in run.blocks[j].chain:
+
+    def move(j: int, links: Sequence[Link], signals: Signals) -> None:
+        for link in links:
             update = increment(run, j, link, t, state, h, signals)
             state[j] = state[j] | {link.name: advance(run.blocks[j], link, t, state[j], h[j], entries[j], update)}
+
+    for j in run.parameters:
+        move(j, run.blocks[j].chain[: run.early[j]], signals)
+    signals = transformed(run, t, state, h, signals)
+    for j in (*run.statistics, *run.parameters):
+        move(j, run.blocks[j].chain[run.early[j] :], signals)
     return state
 
 
@@ -61,7 +67,10 @@ def unstep(
         undo(j, run.blocks[j].chain[-1], nothing)
     known = transformed(run, t, state, h, signals(parameters(run, t, state)))
     for j in (*run.parameters, *run.statistics):
-        for link in reversed(run.blocks[j].chain[:-1] if run.blocks[j].of_parameters else run.blocks[j].chain):
+        for link in reversed(run.blocks[j].chain[run.early[j] : -1 if run.blocks[j].of_parameters else None]):
+            undo(j, link, known)
+    for j in run.parameters:
+        for link in reversed(run.blocks[j].chain[: run.early[j]]):
             undo(j, link, known)
     return state
 
@@ -152,11 +161,17 @@ def transformed(run: Run, t: Array, state: State, h: list[Hypers], signals: Sign
     """The signals, the gradient as the chains see it: with the same bits in every pass."""
     if not run.transforms:
         return signals
-    of_parameters = [h[j] for j in run.parameters]
-    g = isolated(
-        t, run.transformed, of_parameters, wide_parameters(run, state), [signals[j][GRADIENT] for j in run.parameters]
-    )
+    of_parameters, g = [h[j] for j in run.parameters], [signals[j][GRADIENT] for j in run.parameters]
+    g = isolated(t, run.transformed, of_parameters, wide_parameters(run, state), g, early_values(run, state))
     return [{**own, GRADIENT: g[j]} if j in run.parameters else own for j, own in enumerate(signals)]
+
+
+def early_values(run: Run, state: State) -> list[Floats]:
+    """Of each block of the parameters, the links that are `Run.early`, as transformations read them."""
+    return [
+        {link.name: decoded(block, link, state[j]) for link in block.chain[: run.early[j]]}
+        for j, block in enumerate(run.of_parameters)
+    ]
 
 
 def initial_state(run: Run, values: list[Floats], capacity: tuple[tuple[int | None, ...], ...]) -> State:

@@ -1,0 +1,122 @@
+"""Preconditioned steps of bounded length: one factor for all leaves, made of what their factors have come to."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from networks import attention, dense
+
+import hypergrad as hg
+
+
+HYPERS = {"learning_rate": 0.3, "damping": 0.05, "momentum": 0.75, "decay": 0.6, "l2": 0.01, "max_norm": 0.02}
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def bounded(h: Any, every: int = 1) -> Any:
+    rule = {name: x for name, x in h.items() if name != "max_norm"}
+    return hg.norm_constraint(hg.KFLR(**rule, every=every), h["max_norm"])
+
+
+def clipped(h: Any) -> Any:
+    return hg.clip_by_global_norm(bounded(h, every=2), 0.5)
+
+
+@pytest.mark.parametrize("make", [bounded, clipped])
+def test_hypergradients_agree_on_three_roads(make: Any) -> None:
+    net, h = dense(), {name: jnp.asarray(x) for name, x in HYPERS.items()}
+
+    def end(h: Any, adjoint: Any) -> Any:
+        run = hg.train(net.loss, net.params, make(h), hg.full_batch(net.batch), steps=6, adjoint=adjoint)
+        return net.end(net.model(run.params, net.batch), net.batch) + 0.1 * jnp.sum(run.state["factors"]["b"])
+
+    found, unrolled = (
+        jax.jit(jax.grad(lambda h, a=a: end(h, a)))(h) for a in (hg.Reversible(), hg.Unrolled())
+    )  # fmt: skip
+    forward = jax.jit(lambda h: end(h, hg.Reversible()))
+    for one in h:
+        assert abs(float(found[one] - unrolled[one])) < 1e-8 * (1 + abs(float(unrolled[one]))), one
+        assert abs(float(found[one])) > 1e-9 or one == "learning_rate", one  # a bounded step has its length from the bound
+    for one in ("max_norm", "damping", "l2"):
+        moved = [float(forward({**h, one: h[one] + sign * 1e-5})) for sign in (1, -1)]
+        assert abs(float(found[one]) - (moved[0] - moved[1]) / 2e-5) < 1e-6 * (1 + abs(float(found[one]))), one
+
+
+def test_it_is_the_published_rule() -> None:
+    """One factor min(1, c / n) for all leaves, from the inverse factors of the step."""
+    net, rate, damping, l2, bound, least = dense(), 0.3, 0.05, 0.01, 0.03, 2.0**-16
+    rule = hg.norm_constraint(hg.KFLR(rate, damping, least, least, l2), bound)
+    run = hg.train(net.loss, net.params, rule, hg.full_batch(net.batch), steps=5)
+    params, factors = net.params, []
+    for _ in range(5):
+        free = hg.KFLR(1.0, damping, least, least, l2)
+        ahead = hg.train(net.loss, params, free, hg.full_batch(net.batch), steps=1).params
+        divided = jax.tree.map(jnp.subtract, params, ahead)
+        g = jax.tree.map(lambda g, w: g + l2 * w, jax.grad(net.loss)(params, None, net.batch), params)
+        square = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(divided), jax.tree.leaves(g), strict=True))
+        factors.append(min(1.0, bound / float(rate * jnp.sqrt(square))))
+        params = jax.tree.map(lambda w, p, f=factors[-1]: w - f * rate * p, params, divided)
+    assert max(factors) < 1
+    for name, w in params.items():
+        np.testing.assert_allclose(run.params[name], w, atol=1e-4)
+
+
+def test_where_it_does_not_bind_nothing_changes() -> None:
+    net = dense()
+    free, loose = (
+        hg.train(net.loss, net.params, rule, hg.full_batch(net.batch), steps=8).params
+        for rule in (hg.KFLR(0.05), hg.norm_constraint(hg.KFLR(0.05), 1e6))
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), free, loose)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_it_comes_back(every: int) -> None:
+    net = dense()
+    rule = hg.norm_constraint(hg.KFAC(0.3, every=every), 0.01)
+    assert hg.check_reversal(net.loss, net.params, rule, hg.full_batch(net.batch), steps=60).exact
+
+
+def test_beside_another_rule_and_under_vmap() -> None:
+    net = attention()
+    labels = {name: "rest" if name in ("table", "places") else "layers" for name in net.params}
+
+    def end(bound: Any, adjoint: Any) -> Any:
+        rules = {"layers": hg.norm_constraint(hg.KFLR(0.5, every=2), bound), "rest": hg.clip(hg.SGD(0.05), 1.0)}
+        run = hg.train(
+            net.loss, net.params, hg.partition(rules, labels), hg.full_batch(net.batch), steps=4, adjoint=adjoint
+        )  # fmt: skip
+        return net.loss(run.params, None, net.batch)
+
+    found, unrolled = (
+        jax.jit(jax.vmap(jax.grad(lambda b, a=a: end(b, a))))(jnp.asarray([0.003, 0.01]))
+        for a in (hg.Reversible(), hg.Unrolled())
+    )
+    np.testing.assert_allclose(found, unrolled, rtol=1e-8)
+    assert float(jnp.abs(found).min()) > 1e-6
+
+
+def test_what_it_cannot_bound() -> None:
+    with pytest.raises(TypeError, match="bounds the steps of hg.KFAC, .* Got SGD; hg.clip_by_global_norm"):
+        hg.norm_constraint(hg.SGD(0.1), 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="hg.norm_constraint: `max_norm` must be at least 0; got -1.0"):
+        hg.norm_constraint(hg.KFAC(0.1), -1.0)
+    net = dense()
+    train = lambda c: hg.train(  # noqa: E731
+        net.loss, net.params, hg.norm_constraint(hg.KFLR(0.1), c), hg.full_batch(net.batch), steps=2, throw=False
+    )
+    assert "became NaN or infinite at step 0" in str(jax.jit(train)(-1.0).status.error())
+
+
+@pytest.mark.parametrize("rule", [hg.DiagonalGGN(0.1), hg.KFAC(0.1, every=2), hg.norm_constraint(hg.KFLR(0.1), 1.0)])
+def test_the_checker_of_optimizers_says_that_it_has_no_examples(rule: Any) -> None:
+    with pytest.raises(TypeError, match="check_optimizer has a loss without examples, .* hg.check_reversal says"):
+        hg.testing.check_optimizer(rule)
