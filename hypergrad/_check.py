@@ -22,7 +22,8 @@ from hypergrad.optimizers.chain import PARAMS
 from hypergrad.run.fingerprints import print_of, state_prints
 from hypergrad.run.forward import Seen, steps_of, theta_of_step, train_step
 from hypergrad.run.per_step import join_steps, split
-from hypergrad.run.spec import Inputs, Run, by_link, schedules
+from hypergrad.run.plan import by_link, schedules
+from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Capacity, assess, most_words
 from hypergrad.run.step import Signals, State, final_values, initial_state, matches_initial, unstep
 

@@ -17,7 +17,8 @@ from hypergrad.exact import WORD_BITS, Fixed, Heads, grid_range
 from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import GRADIENT, Link, Optimizer
 from hypergrad.run.per_step import join_steps, split_steps
-from hypergrad.run.spec import Run, by_link, schedules
+from hypergrad.run.plan import by_link, schedules
+from hypergrad.run.spec import Run
 from hypergrad.run.status import most_words
 from hypergrad.run.step import Slot, State, initial_state, map_state, step, unstep
 

@@ -50,8 +50,9 @@ from hypergrad.errors import ReversalError, StorageError
 from hypergrad.run.disk import DiskWords
 from hypergrad.run.fingerprints import state_prints
 from hypergrad.run.forward import Seen
+from hypergrad.run.plan import Plan
 from hypergrad.run.rewind import rewound
-from hypergrad.run.status import Outcome, Plan
+from hypergrad.run.status import Outcome
 from hypergrad.run.step import State, final_values, refilled, without_words
 
 

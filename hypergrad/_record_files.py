@@ -28,8 +28,9 @@ from hypergrad.optimizers.expand import concrete
 from hypergrad.run.disk import DiskWords
 from hypergrad.run.fingerprints import state_prints
 from hypergrad.run.forward import Seen, Span, forward, steps_of
-from hypergrad.run.spec import Inputs, Run, schedules
-from hypergrad.run.status import Capacity, Outcome, Plan, assess, nothing_kept
+from hypergrad.run.plan import Plan, schedules
+from hypergrad.run.spec import Inputs, Run
+from hypergrad.run.status import Capacity, Outcome, assess, nothing_kept
 from hypergrad.run.step import State, final_values, initial_state
 
 

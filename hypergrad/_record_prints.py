@@ -21,7 +21,8 @@ from hypergrad._program_keys import programs_in
 from hypergrad._settings import own_settings
 from hypergrad.run.forward import steps_of, train_step
 from hypergrad.run.per_step import split
-from hypergrad.run.spec import Inputs, Run, schedules
+from hypergrad.run.plan import schedules
+from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import nothing_kept
 from hypergrad.run.step import initial_state
 

@@ -32,7 +32,8 @@ PLACE = {name: place for place, room in enumerate(ROOMS) for name in room}
 PUBLIC = {
     "train", "Trained", "Statistics", "PerStep", "minibatches", "stacked", "full_batch", "host_batches",
     "SGD", "HeavyBall", "Adam", "AdamW", "RMSProp", "Adagrad", "DiagonalGGN", "DiagonalGGNMC", "KFAC", "KFLR", "KFRA",
-    "AdEMAMix", "ADOPT", "Muon", "NorMuon", "muon_with_adamw", "norm_constraint", "Shampoo", "SOAP", "LARS", "LAMB", "Lion", "Nesterov",
+    "norm_constraint",
+    "AdEMAMix", "ADOPT", "Muon", "NorMuon", "muon_with_adamw", "Shampoo", "SOAP", "LARS", "LAMB", "Lion", "Nesterov",
     "NAdamW", "ScheduleFreeAdamW", "Sophia", "SophiaG",
     "with_gradient_link",
     "clip", "clip_by_global_norm", "add_decayed_weights", "freeze", "partition", "to_optax",

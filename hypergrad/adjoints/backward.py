@@ -39,8 +39,9 @@ from hypergrad.optimizers.expand import Hypers
 from hypergrad.run.fingerprints import print_of, state_prints
 from hypergrad.run.forward import Seen, theta_of_step
 from hypergrad.run.per_step import join_steps, split
+from hypergrad.run.plan import by_link
 from hypergrad.run.reads import StepTheta
-from hypergrad.run.spec import Inputs, Run, by_link
+from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.step import (
     Entries,
     State,

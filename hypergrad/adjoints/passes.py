@@ -23,8 +23,9 @@ from hypergrad.exact import all_of
 from hypergrad.optimizers.block import Floats, statistics_in
 from hypergrad.optimizers.expand import concrete
 from hypergrad.run.forward import Seen, Span, forward, steps_of
-from hypergrad.run.spec import Inputs, Run, schedules
-from hypergrad.run.status import Capacity, Outcome, Plan, assess, nothing_kept
+from hypergrad.run.plan import Plan, schedules
+from hypergrad.run.spec import Inputs, Run
+from hypergrad.run.status import Capacity, Outcome, assess, nothing_kept
 from hypergrad.run.step import (
     State,
     capacity_of,

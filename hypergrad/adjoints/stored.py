@@ -17,8 +17,9 @@ from hypergrad.adjoints.backward import Pushed, undo
 from hypergrad.adjoints.segments import Way, joined, step_by_step
 from hypergrad.exact import WORD_BITS
 from hypergrad.run.forward import Seen, Span, forward, steps_of
-from hypergrad.run.spec import Inputs, Run, by_link
-from hypergrad.run.status import Capacity, Plan
+from hypergrad.run.plan import Plan, by_link
+from hypergrad.run.spec import Inputs, Run
+from hypergrad.run.status import Capacity
 from hypergrad.run.step import State, refilled, with_words, without_words, words_of
 from hypergrad.run.stores import Words
 

@@ -24,7 +24,8 @@ from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link
 from hypergrad.run.forward import theta_of_step
 from hypergrad.run.per_step import join_steps, split_steps
-from hypergrad.run.spec import Inputs, Run, by_link, schedules
+from hypergrad.run.plan import by_link, schedules
+from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Outcome, assess, nothing_kept
 from hypergrad.run.step import (
     State,

@@ -13,7 +13,8 @@ from jax import Array
 from hypergrad.run.fingerprints import print_of
 from hypergrad.run.functions import Frozen
 from hypergrad.run.per_step import join_steps, split
-from hypergrad.run.spec import Inputs, Run, by_link
+from hypergrad.run.plan import by_link
+from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.step import State, final_values, parameters, step
 from hypergrad.run.underflow import sizes
 

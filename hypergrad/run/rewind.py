@@ -12,7 +12,8 @@ from jax import Array
 from hypergrad._isolation import kernel_by_kernel
 from hypergrad.run.forward import theta_of_step
 from hypergrad.run.per_step import join_steps, split
-from hypergrad.run.spec import Inputs, Run, by_link
+from hypergrad.run.plan import by_link
+from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.step import Signals, State, unstep
 
 

@@ -17,10 +17,9 @@ from jax import Array
 from hypergrad import _programs as programs
 from hypergrad._isolation import barrier, isolated, wanting
 from hypergrad.batches import HostBatches
-from hypergrad.exact import Schedule
 from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import GRADIENT, STATISTICS
-from hypergrad.optimizers.expand import Hypers, link_numerators
+from hypergrad.optimizers.expand import Hypers
 from hypergrad.optimizers.transform import Transform
 from hypergrad.run import drivers
 from hypergrad.run.functions import Frozen, Functions
@@ -38,9 +37,7 @@ class Inputs(NamedTuple):
 
     values: list[Floats]  # of each block: link -> initial floats
     h: list[Hypers]  # of each block: {name: [steps | 1, ...]}
-    theta: list[
-        Array
-    ]  # float leaves, some [steps, ...], and what the loss reads from outside and somebody may differentiate
+    theta: list[Array]  # float leaves, some [steps, ...], and what the loss reads from outside, if it may be differentiated
     frozen: Frozen  # all other arrays: never differentiated
 
 
@@ -67,9 +64,7 @@ class Run:
     throw: bool
     linear: bool  # whether the gradient enters all chains linearly: its cotangent is then known before it is
     isolate: bool  # whether the gradient is compiled apart from its derivative on the way back, too
-    shared: tuple[
-        tuple[int | None, ...], ...
-    ]  # of each block and link, which of the schedules its buffer has; None: no decay
+    shared: tuple[tuple[int | None, ...], ...]  # of each block and link, which schedule its buffer has; None: no decay
     foreign: Hashable = None  # what the functions of rules that are not the library's compute today
     collective: bool = False  # whether these speak of an axis that a `jax.vmap` around the run has named
     microbatches: Microbatches | None = None  # what the gradient of a batch is the mean over; None: it is computed at once
@@ -302,22 +297,3 @@ class Run:
     def maybe_jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Jit what the driver leaves in Python, so that both directions run the same programs."""
         return eqx.filter_jit(function) if self.driver == "host_eager" else function
-
-
-def schedules(run: Run, h: list[Hypers]) -> list[Schedule]:
-    """When buffers spill: one for all that have the same decay."""
-    found: dict[int, Schedule] = {}
-    for block, own, row in zip(run.blocks, h, run.shared, strict=True):
-        for link, index in zip(block.chain, row, strict=True):
-            if index is not None and index not in found:
-                numerators = link_numerators(link, own, run.steps)
-                found[index] = block.buffer(link).schedule(numerators, link.denominator)
-    return [found[index] for index in range(len(found))]
-
-
-def by_link(run: Run, shared: list[Any]) -> list[dict[str, Any]]:
-    """Of each block, by decaying link."""
-    return [
-        {link.name: shared[index] for link, index in zip(block.chain, row, strict=True) if index is not None}
-        for block, row in zip(run.blocks, run.shared, strict=True)
-    ]

@@ -16,12 +16,12 @@ from hypergrad.exact import PUBLIC_WORD_BITS, STEPS, WORD_BITS, Schedule
 from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import PARAMS
 from hypergrad.optimizers.expand import Hypers, first_bad_decay, first_true
-from hypergrad.run.spec import Run, by_link
+from hypergrad.run.plan import Plan, by_link
+from hypergrad.run.spec import Run
 from hypergrad.run.step import State
 from hypergrad.run.underflow import Underflow, underflow
 
 
-Plan = list[Schedule]
 Capacity = tuple[tuple[int | None, ...], ...]  # words of the buffer of each block and link; None: nothing is kept
 
 
