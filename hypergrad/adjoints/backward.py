@@ -22,6 +22,7 @@ from jax import Array
 from hypergrad.adjoints.cotangents import at_rest, gradient_cotangent, pull_transforms, statistics_cotangent
 from hypergrad.adjoints.link import Cotangents, decayed, decays, plus
 from hypergrad.adjoints.second_order import (
+    Gradients,
     Products,
     accumulator,
     chosen,
@@ -44,6 +45,7 @@ from hypergrad.run.reads import StepTheta
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.step import (
     Entries,
+    Signals,
     State,
     early_values,
     final_values,
@@ -81,6 +83,26 @@ class Given(NamedTuple):
     unit: Array  # the largest cotangent that comes in
 
 
+class Pass(NamedTuple):
+    """What all its steps share."""
+
+    wanted: tuple[bool, ...]  # which leaves of theta are differentiated
+    seen: tuple[bool, ...]  # the same of what the loss takes of it at a step
+    gradients: Any  # `first_order`
+    gradient: Callable[..., Any]
+    delayed: list[list[Link]]  # of each block, the links whose cotangents decay one step later
+    last: int  # the step that is undone first
+
+
+class Point(NamedTuple):
+    """What the functions of the loss are given at a step."""
+
+    w: list[Array]
+    theta: list[Array]
+    frozen: Any
+    batch: list[Any]
+
+
 class Undone(NamedTuple):
     """What one step of the reverse pass comes to."""
 
@@ -93,48 +115,30 @@ class Undone(NamedTuple):
     doubt: Array | None
 
 
-def step_vjp(run: Run, pass_: "Pass", t: Array, state: State, ct: Cotangents, given: Given, doubt: Array | None) -> Undone:
+def step_vjp(run: Run, pass_: Pass, t: Array, state: State, ct: Cotangents, given: Given, doubt: Array | None) -> Undone:
     """One step back, and the cotangents through it: the step alone, without a loop."""
-    h, entries, whole, frozen, (dloss, dmetrics), unit = given
+    h, entries, whole, frozen, (dloss, dmetrics), _ = given
     state, ct = undo_parameters(run, t, state, ct, h, entries)
     w, wide_w = parameters(run, t, state), wide_parameters(run, state)
     batch = run.batch(frozen, t, apart=run.isolate or doubt is not None)
     theta, indices = theta_of_step(run, t, *whole, frozen, batch)
-    second_order = functools.partial(products, run, t, pass_.gradients, w, chosen(pass_.seen, theta), (theta, frozen, batch))
-    gradient = lambda: run.isolated_gradient(pass_.gradient, t, w, theta, frozen, batch)  # noqa: E731
-    of_parameters = [h[j] for j in run.parameters]
+    point = Point(w, theta, frozen, batch)
+    second_order = functools.partial(products, run, t, pass_.gradients, w, chosen(pass_.seen, theta), point[1:], dloss=dloss)
+    found = second = None
     if run.linear:
-        u = gradient_cotangent(run, state, ct.z, h)
-        if run.transforms:
-            g = [jnp.zeros(x.shape, x.dtype) for x in u]  # none of them enters
-            u = pull_transforms(run, of_parameters, wide_w, g, early_values(run, state), u)[2]
-        found, second = second_order(u, dloss=dloss, push=statistics_cotangent(run, state, ct.z, h))
-        value, g, seen = found.value, found.w, found.seen
-    if run.isolate:
-        value, g, seen = gradient()
-    elif doubt is not None:
-        (value, g, seen), doubt = _either(doubt, t == pass_.last, gradient, (value, g, seen))
-    more = run.more_signals(t, w, theta, frozen, batch)
+        u = _linear_cotangent(run, state, ct, h, wide_w)
+        found, second = second_order(u, push=statistics_cotangent(run, state, ct.z, h))
+    (value, g, seen), doubt = _gradient(run, pass_, t, point, found, doubt)
+    more = run.more_signals(t, *point)
     signals = transformed(run, t, state, h, run.signals(g, seen, more))
-    state, ct, dsignals = undo_others(run, pass_.delayed, t, state, ct, h, entries, signals)
-    push = statistics_cotangent(run, state, ct.z, h)
-    state, ct = undo_statistics(run, t, state, ct, h, entries, signals)
-    u = at_rest([signals[j][GRADIENT] for j in run.parameters], [d[GRADIENT] for d in dsignals], unit)
-    if run.transforms:
-        dh, dw, u, dz = pull_transforms(run, of_parameters, wide_w, g, early_values(run, state), u)
-        dz = add_values(run, add_parameters(run, ct.z, dw), dz)
-        ct = ct._replace(z=dz, h=plus(ct.h[: len(dh)], dh) + ct.h[len(dh) :])
-    if any(run.early):
-        state, ct, other = undo_others(run, pass_.delayed, t, state, ct, h, entries, signals, early=True)
-        dsignals = plus(dsignals, other)
-    if not run.linear:
-        found, second = second_order(u, dloss=dloss, push=push)
-    arguments = w, theta, frozen, batch
+    state, ct, u, push, dsignals = _undo_what_sees(run, pass_, t, state, ct, given, wide_w, g, signals)
+    if found is None or second is None:
+        found, second = second_order(u, push=push)
     parts = [second]
     if push and run.functions.symmetric:
-        parts.append(pulled_statistics(run, t, pass_.seen, push, *arguments))
+        parts.append(pulled_statistics(run, t, pass_.seen, push, *point))
     if more:
-        parts.append(pulled_signals(run, t, pass_.seen, dsignals, *arguments))
+        parts.append(pulled_signals(run, t, pass_.seen, dsignals, *point))
     if dloss is not None and run.functions.symmetric:
         parts.append(Products([dloss * x for x in g], [dloss * x.astype(accumulator(x)) for x in found.theta]))
     dseen = [jnp.zeros(x.shape, accumulator(x)) for x in chosen(pass_.seen, theta)]
@@ -142,24 +146,55 @@ def step_vjp(run: Run, pass_: "Pass", t: Array, state: State, ct: Cotangents, gi
         ct, dseen = ct._replace(z=add_parameters(run, ct.z, part.w)), plus(dseen, part.theta)
     if dmetrics:
         values = final_values(run, state)[: len(run.parameters)]
-        dvalues, dtheta = pulled_metrics(run, t, pass_.seen, dmetrics, values, theta, frozen, batch)
+        dvalues, dtheta = pulled_metrics(run, t, pass_.seen, dmetrics, values, *point[1:])
         ct, dseen = ct._replace(z=add_values(run, ct.z, dvalues)), plus(dseen, dtheta)
     totals, dtheta = run.functions.theta.added(pass_.wanted, ct.theta, dseen, indices)
-    ct = ct._replace(theta=totals)
     pending = [decays(block, pass_.delayed[j], h[j]) for j, block in enumerate(run.blocks)]
     again = Seen(value, None if run.functions.sure else print_of(batch))
-    return Undone(state, ct, dtheta, pending, again, second.asymmetry, doubt)
+    return Undone(state, ct._replace(theta=totals), dtheta, pending, again, second.asymmetry, doubt)
 
 
-class Pass(NamedTuple):
-    """What all its steps share."""
+def _linear_cotangent(run: Run, state: State, ct: Cotangents, h: list[Hypers], wide_w: list[Array]) -> list[Array]:
+    """That of the gradient, before it is known: in a linear rule none of its values enters."""
+    u = gradient_cotangent(run, state, ct.z, h)
+    if not run.transforms:
+        return u
+    g = [jnp.zeros(x.shape, x.dtype) for x in u]
+    return pull_transforms(run, [h[j] for j in run.parameters], wide_w, g, early_values(run, state), u)[2]
 
-    wanted: tuple[bool, ...]  # which leaves of theta are differentiated
-    seen: tuple[bool, ...]  # the same of what the loss takes of it at a step
-    gradients: Any  # `first_order`
-    gradient: Callable[..., Any]
-    delayed: list[list[Link]]  # of each block, the links whose cotangents decay one step later
-    last: int  # the step that is undone first
+
+def _gradient(
+    run: Run, pass_: Pass, t: Array, point: Point, found: Gradients | None, doubt: Array | None
+) -> tuple[tuple[Array, list[Array], list[Array]], Array | None]:
+    """(loss, gradient, batch statistics) with the bits of training, and the doubt that there is from now on. found: as they
+    came beside their derivatives; None: they did not."""
+    apart = lambda: run.isolated_gradient(pass_.gradient, t, *point)  # noqa: E731
+    if run.isolate or found is None:
+        return apart(), doubt
+    beside = found.value, found.w, found.seen
+    return (beside, None) if doubt is None else _either(doubt, t == pass_.last, apart, beside)
+
+
+def _undo_what_sees(
+    run: Run, pass_: Pass, t: Array, state: State, ct: Cotangents, given: Given,
+    wide_w: list[Array], g: list[Array], signals: Signals,
+) -> tuple[State, Cotangents, list[Array], list[Array], Signals]:  # fmt: skip
+    """All links but the parameters, which see signals: (.., .., the cotangents of the gradient, of the batch statistics, and
+    of all signals)."""
+    h, entries = given.h, given.entries
+    state, ct, dsignals = undo_others(run, pass_.delayed, t, state, ct, h, entries, signals)
+    push = statistics_cotangent(run, state, ct.z, h)
+    state, ct = undo_statistics(run, t, state, ct, h, entries, signals)
+    u = at_rest([signals[j][GRADIENT] for j in run.parameters], [d[GRADIENT] for d in dsignals], given.unit)
+    if run.transforms:
+        of_parameters = [h[j] for j in run.parameters]
+        dh, dw, u, dz = pull_transforms(run, of_parameters, wide_w, g, early_values(run, state), u)
+        dz = add_values(run, add_parameters(run, ct.z, dw), dz)
+        ct = ct._replace(z=dz, h=plus(ct.h[: len(dh)], dh) + ct.h[len(dh) :])
+    if any(run.early):
+        state, ct, other = undo_others(run, pass_.delayed, t, state, ct, h, entries, signals, early=True)
+        dsignals = plus(dsignals, other)
+    return state, ct, u, push, dsignals
 
 
 def undo(run: Run, wanted: tuple[bool, ...], consts: Any, carry: Any, xs: Any) -> tuple[Any, Any]:
