@@ -208,8 +208,12 @@ def with_foreign(run: Run, values: list[Floats], h: list[Hypers], statistics: An
                 note(f"the increment of link `{link.name}`", one, link.increment, hj, others, block.seen(link, own))
     for transform in run.transforms:
         if _foreign(transform.function):
-            of_parameters = h[: len(wide)]
-            note(f"the transformation {transform.name}", transform.__call__, transform.function, of_parameters, wide, wide)
+            links = [
+                {name: jax.ShapeDtypeStruct(x.shape, block.dtype) for name, x in own.items()}
+                for block, own in zip(run.of_parameters, values, strict=False)
+            ]
+            arguments = h[: len(wide)], wide, wide, links
+            note(f"the transformation {transform.name}", transform.__call__, transform.function, *arguments)
     return dataclasses.replace(run, foreign=tuple(found) or None, collective=collective)
 
 

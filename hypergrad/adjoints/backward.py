@@ -130,8 +130,8 @@ def step_vjp(run: Run, pass_: Pass, t: Array, state: State, ct: Cotangents, give
         found, second = second_order(u, push=statistics_cotangent(run, state, ct.z, h))
     (value, g, seen), doubt = _gradient(run, pass_, t, point, found, doubt)
     more = run.more_signals(t, *point)
-    signals = transformed(run, t, state, h, run.signals(g, seen, more))
-    state, ct, u, push, dsignals = _undo_what_sees(run, pass_, t, state, ct, given, wide_w, g, signals)
+    raw = run.signals(g, seen, more)
+    state, ct, u, push, dsignals = _undo_what_sees(run, pass_, t, state, ct, given, wide_w, raw)
     if found is None or second is None:
         found, second = second_order(u, push=push)
     parts = [second]
@@ -177,23 +177,23 @@ def _gradient(
 
 def _undo_what_sees(
     run: Run, pass_: Pass, t: Array, state: State, ct: Cotangents, given: Given,
-    wide_w: list[Array], g: list[Array], signals: Signals,
+    wide_w: list[Array], raw: Signals,
 ) -> tuple[State, Cotangents, list[Array], list[Array], Signals]:  # fmt: skip
     """All links but the parameters, which see signals: (.., .., the cotangents of the gradient, of the batch statistics, and
-    of all signals)."""
-    h, entries = given.h, given.entries
+    of all signals). raw: the gradient among them as the loss has it."""
+    h, entries, signals = given.h, given.entries, transformed(run, t, state, given.h, raw)
     state, ct, dsignals = undo_others(run, pass_.delayed, t, state, ct, h, entries, signals)
     push = statistics_cotangent(run, state, ct.z, h)
     state, ct = undo_statistics(run, t, state, ct, h, entries, signals)
     u = at_rest([signals[j][GRADIENT] for j in run.parameters], [d[GRADIENT] for d in dsignals], given.unit)
     if run.transforms:
-        of_parameters = [h[j] for j in run.parameters]
+        of_parameters, g = [h[j] for j in run.parameters], [raw[j][GRADIENT] for j in run.parameters]
         dh, dw, u, dz = pull_transforms(run, of_parameters, wide_w, g, early_values(run, state), u)
         dz = add_values(run, add_parameters(run, ct.z, dw), dz)
         ct = ct._replace(z=dz, h=plus(ct.h[: len(dh)], dh) + ct.h[len(dh) :])
     if any(run.early):
-        state, ct, other = undo_others(run, pass_.delayed, t, state, ct, h, entries, signals, early=True)
-        dsignals = plus(dsignals, other)
+        state, ct, other = undo_others(run, pass_.delayed, t, state, ct, h, entries, raw, early=True)
+        u, dsignals = plus(u, [d[GRADIENT] for d in other]), plus(dsignals, other)
     return state, ct, u, push, dsignals
 
 

@@ -101,6 +101,11 @@ def _transforms(layers: tuple[Layer, ...], blocks: list[Block]) -> tuple[Transfo
         if not layer.is_rule and seen:
             keys = tuple((field, layer.key(field)) for field in layer.optimizer.hyperparameters())
             around: Any = layer.optimizer
+            if missing := sorted({name for j in seen for name in set(around.reads) - {k.name for k in blocks[j].chain}}):
+                raise TypeError(
+                    f"{type(around).__name__} reads links that the optimizer inside does not have: {', '.join(missing)}. Is "
+                    f"each spelt as in its chain, [{', '.join(k.name for k in blocks[seen[0]].chain)}]?"
+                )
             result.append(Transform(type(around).__name__, around.transform, keys, seen, around.reads))
     return tuple(result)
 

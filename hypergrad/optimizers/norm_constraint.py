@@ -31,7 +31,8 @@ def norm_constraint(optimizer: KFAC, max_norm: Any) -> NormConstraint:
     <a (1 - m) P(g + l2 w), a (1 - m) (g + l2 w)>, P the inverse factors, a the learning rate, m the momentum.
 
     n is the length of what a step adds to the parameters, as the curvature measures it. max_norm: c, a hyperparameter like
-    any other: one value, or one per step; traced, a negative one makes the gradient NaN. Inverses are computed once more,
+    any other; given per group, each group is scaled by its own. One that is negative or NaN is an error; traced, it makes
+    the gradient NaN. Inverses are computed once more,
     unless the rule holds them (every > 1). In `hg.partition` the leaves are those of the rule.
 
     Source: Ba, Grosse and Martens (2017), section 5; KFAC-JAX's norm_constraint is c^2, its learning rate a (1 - m).

@@ -21,7 +21,7 @@ class Transformed(Optimizer):
 
     transform(h, w, g): h.<field> per leaf, parameters and gradient as lists of leaves -> the gradient that `inner` sees.
     reads: links of `inner` whose new values it takes besides, transform(h, w, g, z); h then has the fields of `inner` too.
-    They must move by no gradient, and come before those that do.
+    Those links, and all before them in the chain, see the gradient as it is.
     linear_transform: its derivative in g is made of hyperparameters and parameters alone. entrywise_transform: how the
     parameters are divided into leaves makes no difference.
     """

@@ -65,13 +65,14 @@ def unstep(
 
     for j in run.parameters:
         undo(j, run.blocks[j].chain[-1], nothing)
-    known = transformed(run, t, state, h, signals(parameters(run, t, state)))
+    raw = signals(parameters(run, t, state))
+    known = transformed(run, t, state, h, raw)
     for j in (*run.parameters, *run.statistics):
         for link in reversed(run.blocks[j].chain[run.early[j] : -1 if run.blocks[j].of_parameters else None]):
             undo(j, link, known)
     for j in run.parameters:
         for link in reversed(run.blocks[j].chain[: run.early[j]]):
-            undo(j, link, known)
+            undo(j, link, raw)
     return state
 
 

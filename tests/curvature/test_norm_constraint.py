@@ -120,3 +120,49 @@ def test_what_it_cannot_bound() -> None:
 def test_the_checker_of_optimizers_says_that_it_has_no_examples(rule: Any) -> None:
     with pytest.raises(TypeError, match="check_optimizer has a loss without examples, .* hg.check_reversal says"):
         hg.testing.check_optimizer(rule)
+
+
+class Blend(hg.optimizers.Transformed):
+    """A user's own: the gradient pulled towards the mean that the link before has come to, of all leaves alike."""
+
+    share: Any
+    reads = ("mean",)
+
+    @staticmethod
+    def transform(h: Any, w: Any, g: Any, z: Any) -> Any:
+        scale = sum(jnp.sum(zj.mean**2) for zj in z)
+        return [x + hj.share * jnp.tanh(scale) * hj.pull * zj.mean for hj, x, zj in zip(h, g, z, strict=True)]
+
+
+class Mean(hg.optimizers.Optimizer):
+    """A first link that sees the gradient itself; `pull` is for the transformation alone."""
+
+    learning_rate: Any
+    b: Any = 0.75
+    momentum: Any = 0.5
+    pull: Any = 1.0
+
+    chain = (
+        hg.optimizers.Link("mean", lambda h, z, g: (1 - h.b) * g, decay="b"),
+        hg.optimizers.Link("velocity", lambda h, z, g: -g * (1 + z.mean**2), decay="momentum"),
+        hg.optimizers.Link("params", lambda h, z: h.learning_rate * z.velocity),
+    )
+
+
+def test_a_transformation_of_ones_own_reads_links_that_see_the_gradient_as_it_is() -> None:
+    net = dense()
+    rule = hg.clip(Blend(Mean(jnp.asarray(0.05)), jnp.asarray(0.7)), jnp.asarray(10.0))
+    assert hg.check_reversal(net.loss, net.params, rule, hg.full_batch(net.batch), steps=30).exact
+
+    def end(rule: Any, params: Any, adjoint: Any) -> Any:
+        run = hg.train(net.loss, params, rule, hg.full_batch(net.batch), steps=6, adjoint=adjoint)
+        return net.loss(run.params, None, net.batch)
+
+    found, unrolled = (
+        jax.jit(jax.grad(lambda *x, a=a: end(*x, a), argnums=(0, 1)))(rule, net.params)
+        for a in (hg.Reversible(), hg.Unrolled())
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-12), found, unrolled)
+    assert abs(float(found[0].inner.share)) > 1e-4
+    with pytest.raises(TypeError, match=r"Blend reads links that the optimizer inside does not have: mean. Is each spelt"):
+        hg.train(net.loss, net.params, Blend(hg.SGD(0.1), 0.5), hg.full_batch(net.batch), steps=1)
