@@ -40,6 +40,7 @@ def _curves(numbers: Any) -> Any:
                 style = {"color": COLOURS[i % len(COLOURS)], "linestyle": "-" if way == "learned" else DASHES[1]}
                 ax.plot(np.arange(len(smooth)) + width // 2, smooth, label=f"{rule}, {way}", **style)
         ax.set(title=name, xlabel="step", yscale="log")
+        _plots.plain_log(ax.yaxis)
     grid[0].set_ylabel("training loss (nats)")
     grid[0].legend(fontsize=7)
     return figure
