@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from networks import attention, dense
+from networks import dense
 
 import hypergrad as hg
 
@@ -86,8 +86,8 @@ def test_it_comes_back(every: int) -> None:
 
 
 def test_beside_another_rule_and_under_vmap() -> None:
-    net = attention()
-    labels = {name: "rest" if name in ("table", "places") else "layers" for name in net.params}
+    net = dense()
+    labels = {name: "rest" if name == "v" else "layers" for name in net.params}
 
     def end(bound: Any, adjoint: Any) -> Any:
         rules = {"layers": hg.norm_constraint(hg.KFLR(0.5, every=2), bound), "rest": hg.clip(hg.SGD(0.05), 1.0)}
