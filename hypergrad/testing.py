@@ -64,17 +64,18 @@ def _check_signals(rule: Optimizer, params: Any) -> None:
     """That the small problem has what the rule sees beside the gradient."""
     batch = [(jnp.ones(x.shape), jnp.ones(x.shape)) for x in jax.tree.leaves(params)]
     for signal, function in rule.signals.items():
+        cause = None
         try:
             given = function(_loss, params, None, batch, jax.random.key(0))
             fits = jax.tree.map(jnp.shape, given) == jax.tree.map(jnp.shape, params)
-        except (TypeError, ValueError):
-            fits = False
+        except (TypeError, ValueError) as e:
+            fits, cause = False, e
         if not fits:
             raise TypeError(
                 f"hg.testing.check_optimizer has a loss without examples, of which {type(rule).__name__} has nothing to see "
                 f"({signal}). Take a loss of yours: hg.check_reversal says whether training comes back, and hg.Unrolled has "
                 "the derivative that hg.Reversible must have."
-            )
+            ) from cause
 
 
 def _data(rng: np.random.Generator, shape: tuple[int, ...], steps: int) -> tuple[Array, Array]:
