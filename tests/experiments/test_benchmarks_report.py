@@ -10,7 +10,7 @@ from experiments.benchmarks import _tables, performance, report, roads, torch_ro
 
 PLAIN, UNROLL = (next(r for r in roads.ROADS if r.name == name) for name in ("plain training, scan", "unroll"))
 PAGE, README, LOG = (
-    pathlib.Path(__file__).parent.parent / name
+    pathlib.Path(__file__).parents[2] / name
     for name in ("docs/performance.md", "README.md", "experiments/benchmarks/LOG.md")
 )
 TABLE = "|  | {} | {} |\n| --- | --- | --- |\n| **`hg.Reversible`** | **3.23** | 3.7 |\n| unrolled | 4.15 | 829 |\n"

@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
 
 import hypergrad as hg
 from hypergrad.adjoints import auto
 from hypergrad.adjoints.auto import bytes_of
-from tests import problems
 
 
 DENSE = problems.network("layer norm")
