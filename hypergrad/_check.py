@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array
 
 from hypergrad import _programs as programs
+from hypergrad._set_up import Problem, set_up
 from hypergrad._settings import own_settings
-from hypergrad._train import set_up
 from hypergrad.adjoints import Reversible
 from hypergrad.adjoints.passes import settled_driver, with_all_derivatives
 from hypergrad.adjoints.retry import remembered
@@ -71,9 +71,8 @@ def check_reversal(
     where the derivative of the loss's gradient is not what its program promises; a failed reversal is a result, not an
     error.
     """
-    run, inputs, _ = set_up(
-        loss, params, optimizer, batches, theta, steps, state, adjoint, True, statistics, microbatches=microbatches
-    )
+    problem = Problem(loss, params, optimizer, batches, theta, steps, state, statistics, None, microbatches)
+    run, inputs, _ = set_up(problem, adjoint)
     run = dataclasses.replace(settled_driver(run, inputs), watch="states")
     with own_settings():
         plan = run.outside_loop(schedules, inputs.h)

@@ -9,9 +9,8 @@ import numpy as np
 from jax import Array
 
 from hypergrad._isolation import kernel_by_kernel
+from hypergrad._set_up import Problem, set_up
 from hypergrad._settings import own_settings
-from hypergrad._train import set_up
-from hypergrad.adjoints import Reversible
 from hypergrad.batches import full_batch
 from hypergrad.exact import WORD_BITS, Fixed, Heads, grid_range
 from hypergrad.optimizers.block import Block, Floats
@@ -35,7 +34,7 @@ def check_inverse(optimizer: Optimizer, params: Any = None, *, steps: int = 20, 
     come back.
     """
     params = {"w": jnp.zeros((3, 4), jnp.float32)} if params is None else params
-    run, inputs, _ = set_up(_nothing, params, optimizer, full_batch(()), None, steps, None, Reversible(), True)
+    run, inputs, _ = set_up(Problem(_nothing, params, optimizer, full_batch(()), steps=steps))
     rng = np.random.default_rng(seed)
     with own_settings():
         plan = schedules(run, inputs.h)

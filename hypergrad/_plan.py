@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from hypergrad import _door as door
+from hypergrad._set_up import Problem, set_up
 from hypergrad._settings import own_settings
-from hypergrad._train import set_up
 from hypergrad.adjoints import Adjoint, Checkpointed, Reversible, Unrolled
 from hypergrad.adjoints.auto import (
     Wanted,
@@ -108,8 +108,8 @@ def plan(
 
         def begun(learned: Any, one: Adjoint = one) -> tuple[Run, Inputs]:
             optimizer, theta = eqx.combine(learned, known)
-            arguments = loss, params, optimizer, batches, theta, steps, state, one, True, statistics
-            return set_up(*arguments, microbatches=microbatches)[:2]
+            problem = Problem(loss, params, optimizer, batches, theta, steps, state, statistics, None, microbatches)
+            return set_up(problem, one)[:2]
 
         run, inputs = begun(learned)
         wanted = _wanted(begun, learned)

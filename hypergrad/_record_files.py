@@ -17,8 +17,9 @@ from jax import Array
 from hypergrad._arrays import packed
 from hypergrad._record_prints import prints_of
 from hypergrad._safe_files import Damaged, Missing, digest, read, sealed, write_new
+from hypergrad._set_up import About, Problem, set_up
 from hypergrad._settings import own_settings
-from hypergrad._train import About, Trained, set_up, train
+from hypergrad._train import Trained, train
 from hypergrad.adjoints import Disk, Reversible
 from hypergrad.adjoints.capacity import capacities
 from hypergrad.adjoints.stored import store_segments
@@ -48,9 +49,10 @@ class Made(NamedTuple):
     microbatches: Any = None
 
     def set_up(self, adjoint: Any) -> tuple[Run, Inputs, About]:
-        g = self.given
-        arguments = self.loss, g["params"], g["optimizer"], self.batches, g["theta"], self.steps, g["state"]
-        return set_up(*arguments, adjoint, True, g["statistics"], microbatches=self.microbatches)
+        problem = Problem(
+            loss=self.loss, batches=self.batches, steps=self.steps, microbatches=self.microbatches, **self.given
+        )
+        return set_up(problem, adjoint)
 
     def train(self, given: dict[str, Any], adjoint: Any) -> Trained:
         g, others = {**self.given, **given}, {"theta", "state", "statistics"}

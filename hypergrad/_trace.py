@@ -1,4 +1,4 @@
-"""From the user's loss and source of batches to the programs that a run is made of (`hypergrad.loop.functions.Functions`).
+"""From the user's loss and source of batches to the programs that a run is made of (`hypergrad.run.functions.Functions`).
 
 Invariant: each function is called here, when training is entered, and never again.
 """

@@ -13,7 +13,7 @@ from problems import network
 from tiny import BATCHES, PARAMS, fails, final, loss
 
 import hypergrad as hg
-from hypergrad._train import set_up
+from hypergrad._set_up import Problem, set_up
 from hypergrad.adjoints import passes, reversible, segments
 from hypergrad.adjoints.auto import room
 from hypergrad.adjoints.budget import _bytes_of_state, cut
@@ -137,7 +137,7 @@ def test_a_replay_that_ends_elsewhere_is_found(level: str, by_hand: Any, monkeyp
 @pytest.mark.parametrize("momentum", [0.02, 0.3])
 @pytest.mark.parametrize("steps", [50, 400, 3000])
 def test_states_and_words_take_no_more_than_the_budget(momentum: float, steps: int) -> None:
-    run, inputs, _ = set_up(loss, PARAMS, hg.SGD(0.1, momentum), BATCHES, None, steps, None, hg.Reversible(), True)
+    run, inputs, _ = set_up(Problem(loss, PARAMS, hg.SGD(0.1, momentum), BATCHES, steps=steps))
     with jax.enable_x64(True):
         with fails(ValueError, "memory_budget=1 B is too little", "The smallest that works is") as caught:
             cut(run, inputs, 1, None)
@@ -157,9 +157,7 @@ def test_states_of_links_of_other_shapes_are_counted_as_they_are() -> None:
     """Of Shampoo on one matrix: each state is as large as its integers."""
     wide = {"w": jnp.zeros((8, 3))}
     square = lambda params, _, batch: jnp.sum((params["w"] - batch) ** 2)  # noqa: E731
-    run, inputs, _ = set_up(
-        square, wide, hg.Shampoo(0.1), hg.full_batch(jnp.ones((8, 3))), None, 9, None, hg.Reversible(), True
-    )
+    run, inputs, _ = set_up(Problem(square, wide, hg.Shampoo(0.1), hg.full_batch(jnp.ones((8, 3))), steps=9))
     with jax.enable_x64(True):
         state = initial_state(run, inputs.values, nothing_kept(run))
         integers = sum(x.size * 8 for x in jax.tree.leaves(state) if x.dtype == jnp.int64)
@@ -174,7 +172,7 @@ def test_a_budget_is_kept_to() -> None:
         square = lambda params, _, batch: jnp.mean((jnp.tanh(batch @ params["w"]) - batch) ** 2)  # noqa: E731
         adjoint = hg.Reversible(memory_budget=budget)
         batches = hg.full_batch(jnp.ones((2, 64)))
-        run, inputs, _ = set_up(square, wide, hg.SGD(0.1, 0.1), batches, None, steps, None, adjoint, True)
+        run, inputs, _ = set_up(Problem(square, wide, hg.SGD(0.1, 0.1), batches, steps=steps), adjoint)
         return room(adjoint, run, inputs, (True,) * len(jax.tree.leaves(inputs[:3]))).device
 
     budget = 2**20

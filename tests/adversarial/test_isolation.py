@@ -15,7 +15,7 @@ from jax.scipy.ndimage import map_coordinates
 
 import hypergrad as hg
 from hypergrad import _programs as programs
-from hypergrad._train import set_up
+from hypergrad._set_up import Problem, set_up
 from hypergrad.adjoints import backward, retry, reversible
 
 
@@ -234,7 +234,7 @@ def test_on_a_gpu_gradients_are_apart_from_the_start(isolate: bool | None, apart
     def isolated() -> bool:
         loss = lambda w, _, batch: jnp.sum((w - batch) ** 2)  # noqa: E731
         adjoint = hg.Reversible(isolate=isolate)
-        return set_up(loss, jnp.ones(2), hg.SGD(0.1), hg.full_batch(0.0), None, 3, None, adjoint, True)[0].isolate
+        return set_up(Problem(loss, jnp.ones(2), hg.SGD(0.1), hg.full_batch(0.0), steps=3), adjoint)[0].isolate
 
     assert isolated() == bool(isolate)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

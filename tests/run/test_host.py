@@ -17,7 +17,7 @@ from tiny import BATCHES, PARAMS, SGD, fails, final, loss, train
 
 import hypergrad as hg
 from hypergrad import _programs as programs
-from hypergrad._train import set_up
+from hypergrad._set_up import Problem, set_up
 from hypergrad.adjoints import passes
 from hypergrad.adjoints.capacity import capacities
 from hypergrad.run import spec, stores
@@ -109,7 +109,7 @@ def test_what_the_user_holds_survives_the_loop():
 
 def driver_of(net, adjoint, cores, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: cores)
-    problem, inputs, _ = set_up(net.loss, net.params(), SGD, net.batches(3), net.theta(), 3, None, adjoint, True)
+    problem, inputs, _ = set_up(Problem(net.loss, net.params(), SGD, net.batches(3), net.theta(), 3), adjoint)
     eager = passes.settled_driver(problem, inputs).driver
     traced = []
     jax.eval_shape(lambda inputs: traced.append(passes.settled_driver(problem, inputs).driver), inputs)
@@ -194,7 +194,7 @@ def test_progress_is_of_the_host_driver(options):
 
 def ends(adjoint, optimizer, steps):
     """The state that the reverse pass starts from: (run, end)."""
-    problem, inputs, _ = set_up(loss, PARAMS, optimizer, BATCHES, None, steps, None, adjoint, True)
+    problem, inputs, _ = set_up(Problem(loss, PARAMS, optimizer, BATCHES, steps=steps), adjoint)
     with jax.enable_x64(True):
         words = capacities(problem, inputs.h, None)
     return passes.run_forward(problem, words, inputs)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hypergrad as hg
-from hypergrad._train import set_up
+from hypergrad._set_up import Problem, set_up
 
 
 STEPS, EXAMPLES = 9, 20
@@ -110,7 +110,7 @@ def test_however_rows_are_read(how: str) -> None:
 
 def reads_in(reader: Reader) -> Any:
     """What the run that is made of such a loss reads by index."""
-    run, *_ = set_up(loss_of(reader), PARAMS, hg.SGD(0.1), batches, theta(), STEPS, None, hg.Reversible(), True)
+    run, *_ = set_up(Problem(loss_of(reader), PARAMS, hg.SGD(0.1), batches, theta(), STEPS))
     return run.functions.theta.reads
 
 
