@@ -1,31 +1,30 @@
-"""Fewer cases than all combinations: any two options have each pair of their values at least once."""
+"""Short forms of tests over many cases: enough of them always, the others where somebody has the time (`-m long`)."""
 
 import itertools
-import os
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 
-ALL = "HYPERGRAD_ALL_CASES" in os.environ  # all combinations, for who has the time
+def long(*values: Any, id: str | None = None) -> Any:
+    """A case of `pytest.mark.parametrize` that the long form alone has."""
+    return pytest.param(*values, id=id, marks=pytest.mark.long)
 
 
-def every_pair(names: str, *values: Iterable[Any], indirect: Any = False) -> pytest.MarkDecorator:
-    """`pytest.mark.parametrize` over combinations of the values of each name, as "a, b, c": enough for all pairs."""
+def some_of(name: str | tuple[str, ...], values: Iterable[Any], *short: Any, **options: Any) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` over the values, of which the short form has those of `short`."""
+    cases = [x if x in short else long(*x) if isinstance(name, tuple) else long(x) for x in values]
+    return pytest.mark.parametrize(name, cases, **options)
+
+
+def every_value(names: str, *values: Iterable[Any], indirect: Any = False) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` over combinations of the values of each name, as "a, b, c": of which the short form has so
+    many that each value is in one."""
     lists = [list(of_name) for of_name in values]
-    places = [range(len(of_name)) for of_name in lists]
-    rest = list(itertools.product(*places))
-    missing = {pair for case in rest for pair in _pairs(case)}
-    chosen: list[tuple[int, ...]] = []
-    while rest and (missing or ALL):
-        best = max(rest, key=lambda case: len(missing & _pairs(case)))
-        rest.remove(best)
-        missing -= _pairs(best)
-        chosen.append(best)
-    cases = [tuple(of_name[i] for of_name, i in zip(lists, case, strict=True)) for case in sorted(chosen)]
+    short = {tuple(k % len(of_name) for of_name in lists) for k in range(max(map(len, lists)))}
+    cases = []
+    for case in itertools.product(*(range(len(of_name)) for of_name in lists)):
+        chosen = [of_name[i] for of_name, i in zip(lists, case, strict=True)]
+        cases.append(pytest.param(*chosen) if case in short else long(*chosen))
     return pytest.mark.parametrize(names, cases, indirect=indirect)
-
-
-def _pairs(case: tuple[int, ...]) -> set[Any]:
-    return set(itertools.combinations(enumerate(case), 2))

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import some_of
 from problems import network
 from tiny import fails
 
@@ -60,7 +61,7 @@ def numbers(trained: hg.Trained) -> Any:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@some_of("name", OPTIMIZERS, "sgd")
 def test_every_step_is_that_of_a_run_that_ends_there(name: str, tmp_path: pathlib.Path) -> None:
     record = hg.record(**options(name), folder=tmp_path)
     assert_same(numbers(record.trained), numbers(hg.train(**options(name))))
@@ -75,6 +76,7 @@ def test_every_step_is_that_of_a_run_that_ends_there(name: str, tmp_path: pathli
     assert_same(walked[0].params, NET.params())
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_links_of_other_shapes_than_the_parameters_are_gone_back_on(tmp_path: pathlib.Path) -> None:
     """Shampoo's roots are not of the shape of a weight."""
@@ -96,7 +98,7 @@ def test_statistics_are_gone_back_on_too(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("name", ["sgd", "adam"])
+@some_of("name", ["sgd", "adam"], "sgd")
 def test_hypergradients_of_several_functions_without_training_again(name: str, tmp_path: pathlib.Path) -> None:
     record, given = hg.record(**options(name), folder=tmp_path), options(name)
     for function in (lambda run: NET.value(run.params), lambda run: jnp.sum(run.losses) + jnp.sum(run.params["w1"])):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
+from covering import every_value, long
 
 import hypergrad as hg
 from hypergrad.adjoints import auto
@@ -39,8 +40,7 @@ def trained(net: problems.Network, theta, optimizer, adjoint, steps=STEPS):
     return sum(jnp.sum(x**2) for x in jax.tree.leaves(run.params))
 
 
-@pytest.mark.parametrize("road", ROADS)
-@pytest.mark.parametrize("rule", OPTIMIZERS)
+@every_value("rule, road", OPTIMIZERS, ROADS)
 def test_bytes_are_those_of_the_program_that_then_runs(rule, road):
     adjoint, optimizer, theta = ROADS[road], OPTIMIZERS[rule], jnp.float32(1e-3)
     plan = hg.plan(_loss, WIDE, optimizer, BATCHES, theta=theta, steps=STEPS, adjoint=adjoint, measure=False)
@@ -88,7 +88,7 @@ def test_with_a_budget_the_first_that_fits_is_taken():
     assert "hg.Reversible(buffer='host'): hg.Reversible() does not fit into" in plan.why
 
 
-@pytest.mark.parametrize("compile", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("compile", [pytest.param(jax.jit, id="jit"), long(lambda f: f, id="eager")])
 def test_auto_is_what_it_chose_bit_for_bit(compile):
     def slope(adjoint):
         return compile(jax.grad(lambda rate: trained(DENSE, DENSE.theta(), hg.SGD(rate, 0.9), adjoint, 20)))(0.1)
@@ -96,6 +96,7 @@ def test_auto_is_what_it_chose_bit_for_bit(compile):
     assert slope(hg.Auto("1GiB")) == slope(hg.Reversible())
 
 
+@pytest.mark.long
 def test_auto_takes_what_fits():
     """Of 400 steps one word or two of each parameter are much less than states."""
     plan = planned(DENSE, hg.SGD(0.1, 0.9))
@@ -147,6 +148,7 @@ def test_measured_seconds_and_the_table():
     assert why == "hg.Reversible(): each reversal is checked bit for bit."
 
 
+@pytest.mark.long
 def test_a_long_run_is_measured_on_few_steps():
     steps = 10**6
     batches = hg.full_batch(DENSE.data)
@@ -181,6 +183,7 @@ def test_the_slow_reference_is_not_planned():
         planned(DENSE, hg.SGD(0.1, 0.9), adjoint=hg.Reversible(buffer="gmpy2"))
 
 
+@pytest.mark.long
 def test_between_the_two_it_cuts_the_run_into_segments():
     """Digits of 4,000 steps at a small momentum are more than the budget, states of now and then are not."""
     steps, optimizer = 4000, hg.SGD(jnp.float32(0.1), 0.1)

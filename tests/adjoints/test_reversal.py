@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value, some_of
 from problems import NETWORKS, Network, network
 
 import hypergrad as hg
@@ -29,7 +30,7 @@ def sgd(learning_rate: Any = 0.2) -> hg.SGD:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("name", KINDS)
+@some_of("name", KINDS, "attention", "convolution", "layer norm")
 def test_training_runs_backwards_to_its_first_bits(name: str) -> None:
     net = network(name)
     certificate = hg.check_reversal(net.loss, net.params(), sgd(), net.batches(STEPS), theta=net.theta())
@@ -46,7 +47,14 @@ def value_after(net: Network, learning_rate: jax.Array, theta: Any, key: jax.Arr
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize(("name", "lanes"), [*((name, 2) for name in KINDS), ("convolution", 0), ("relu", 0)])
+@some_of(
+    ("name", "lanes"),
+    [*((name, 2) for name in KINDS), ("convolution", 0), ("relu", 0)],
+    ("attention", 2),
+    ("embedding", 2),
+    ("convolution", 0),
+    ("relu", 0),
+)
 def test_the_certificate_holds_in_compiled_gradients(name: str, lanes: int) -> None:
     """A reversal that is not exact raises from compiled code, and its gradient is NaN."""
     net, key = network(name), jax.random.key(3)
@@ -68,8 +76,7 @@ def final(size: int, optimizer: Any, adjoint: Any) -> jax.Array:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("isolate", [False, True], ids=["in the open", "isolated"])
-@pytest.mark.parametrize("size", [1, 8])
+@every_value("size, isolate", [1, 8], [False, True])
 def test_a_few_weights_come_back(size: int, isolate: bool) -> None:
     """XLA:CPU would compile so small a loop as one function, and contract across its branches."""
     gradient = jax.grad(lambda rate: final(size, hg.SGD(rate), hg.Reversible(isolate=isolate)))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import long, some_of
 from problems import network
 from tiny import BATCHES, PARAMS, fails, final, loss
 
@@ -63,14 +64,14 @@ def gradients(name: str, adjoint: Any, dtype: Any = jnp.float32) -> list[Any]:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("where", CUTS)
+@some_of("where", CUTS, "two levels")
 def test_its_bits_are_those_of_the_whole_run(where: str, by_hand: Any) -> None:
     for x, y in zip(gradients("sgd", by_hand(*CUTS[where])), gradients("sgd", hg.Reversible()), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("name", list(OPTIMIZERS)[1:])
+@some_of("name", list(OPTIMIZERS)[1:], "clipped")
 def test_of_every_rule(name: str, by_hand: Any) -> None:
     with jax.enable_x64(True):
         found = gradients(name, by_hand(*CUTS["two levels"]), jnp.float64)
@@ -81,18 +82,19 @@ def test_of_every_rule(name: str, by_hand: Any) -> None:
 
 
 @pytest.mark.of_bits
-def test_inside_of_jit_and_vmap(by_hand: Any) -> None:
+@pytest.mark.parametrize("transform", [jax.jit, long(jax.vmap)])
+def test_inside_of_jit_and_vmap(transform: Any, by_hand: Any) -> None:
     adjoint, rates = by_hand(*CUTS["one"]), jnp.asarray([0.1, 0.2, 0.3])
 
     def gradient(adjoint: Any, rate: Any) -> Any:
         return jax.grad(lambda r: value(hg.SGD(r, 0.5), NET.theta(), adjoint))(rate)
 
-    for transform in (jax.jit, jax.vmap):
-        at = (lambda f: jnp.stack([f(r) for r in rates])) if transform is jax.jit else (lambda f: f(rates))
-        found, expected = (at(transform(functools.partial(gradient, a))) for a in (adjoint, hg.Reversible()))
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    at = (lambda f: jnp.stack([f(r) for r in rates])) if transform is jax.jit else (lambda f: f(rates))
+    found, expected = (at(transform(functools.partial(gradient, a))) for a in (adjoint, hg.Reversible()))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_running_statistics_and_values_per_step_of_theta(by_hand: Any) -> None:
     def stated(params: Any, theta: Any, batch: Any) -> Any:
@@ -111,7 +113,7 @@ def test_running_statistics_and_values_per_step_of_theta(by_hand: Any) -> None:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("level", ["one", "two levels"])
+@some_of("level", ["one", "two levels"], "one")
 def test_a_replay_that_ends_elsewhere_is_found(level: str, by_hand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     adjoint, honest = by_hand(*CUTS[level]), segments.forward
     trained = passes.replay

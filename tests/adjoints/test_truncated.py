@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
+from covering import long, some_of
 
 import hypergrad as hg
 
@@ -27,7 +28,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@some_of("name", OPTIMIZERS, "adam")
 def test_of_all_steps_it_is_that_of_reversible(name: str) -> None:
     with jax.enable_x64(True):
         gradient = jax.grad(value, (0, 1))
@@ -37,7 +38,7 @@ def test_of_all_steps_it_is_that_of_reversible(name: str) -> None:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("compile", [pytest.param(lambda f: f, id="eager"), long(jax.jit, id="jit")])
 def test_of_some_steps_it_is_that_of_the_run_that_begins_there(compile: Any) -> None:
     """A rate per step is zero before them; those of the last steps are whole, since nothing before depends on them."""
     with jax.enable_x64(True):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value, some_of
 
 import hypergrad as hg
 
@@ -51,7 +52,7 @@ def test_our_options_keep_gradients(how: str) -> None:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("how", ["set", "multiplied"])
+@some_of("how", ["set", "multiplied"], "set")
 def test_rows_set_by_index_beside_a_scan(how: str) -> None:
     def end(rate: Any, theta: Any, adjoint: Any) -> Any:
         rule, batches = hg.HeavyBall(rate, 0.75), hg.full_batch(jnp.asarray(INDEX))
@@ -77,8 +78,7 @@ def nested(p: Any, theta: Any, batch: Any) -> Any:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("frozen", [None, "a", "b"])
-@pytest.mark.parametrize("steps", [1, 7])
+@every_value("frozen, steps", [None, "a", "b"], [1, 7])
 def test_frozen_leaves_and_single_steps_come_back(frozen: str | None, steps: int) -> None:
     """A gradient that nobody reads on the way back, and a loop of one step, of which XLA makes none: both are reversed."""
     rng = np.random.default_rng(4)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import long
 from jax.scipy.ndimage import map_coordinates
 
 import hypergrad as hg
@@ -126,7 +127,7 @@ def test_the_scan_takes_the_gradient_apart() -> None:
     assert_close(gradient(), ours)  # what is known needs no second warning: they are errors here
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("transform", [long(lambda f: f, id="eager"), pytest.param(jax.jit, id="jit")])
 def test_so_does_a_run_cut_into_segments(transform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reversible, "cut", lambda run, *_: dataclasses.replace(run, first=2, segments=(2,)))
     gradient = transform(jax.grad(lambda i: value(i, "convolutions", memory_budget=1)))
@@ -165,6 +166,7 @@ def test_from_python_gradients_are_taken_apart_too(other_bits: None) -> None:
         jax.grad(lambda i: value(i, "turned", driver="host", isolate=False))(inputs("turned"))
 
 
+@pytest.mark.long
 def test_what_python_trained_may_be_reversed_by_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """`jax.jacrev` traces the way back alone."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)

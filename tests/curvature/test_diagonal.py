@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import long, some_of
 from networks import Network, convolution, dense
 
 import hypergrad as hg
@@ -27,7 +28,7 @@ def end(h: Any, rule: Any, net: Network, adjoint: Any, steps: int = 8) -> Any:
     return net.end(net.model(run.params, net.batch), net.batch) + 0.1 * jnp.sum(run.state["curvature"]["b"])
 
 
-@pytest.mark.parametrize(("rule", "network"), [(hg.DiagonalGGN, dense), (hg.DiagonalGGNMC, convolution)])
+@pytest.mark.parametrize(("rule", "network"), [(hg.DiagonalGGN, dense), long(hg.DiagonalGGNMC, convolution)])
 def test_hypergradients_agree_on_three_roads(rule: Any, network: Any) -> None:
     net, h = network(), {k: jnp.asarray(x) for k, x in HYPERS.items()}
     found, unrolled = (
@@ -45,7 +46,7 @@ def test_hypergradients_agree_on_three_roads(rule: Any, network: Any) -> None:
         assert abs(float(found[name]) - (moved[0] - moved[1]) / (2 * size)) < 1e-6 * (1 + abs(float(found[name]))), name
 
 
-@pytest.mark.parametrize("rule", [hg.DiagonalGGN, hg.DiagonalGGNMC])
+@some_of("rule", [hg.DiagonalGGN, hg.DiagonalGGNMC], hg.DiagonalGGNMC)
 def test_it_comes_back(rule: Any) -> None:
     net = dense()
     found = hg.check_reversal(net.loss, net.params, rule(0.1), hg.full_batch(net.batch), steps=300)
@@ -65,6 +66,7 @@ def test_without_average_it_is_the_published_rule() -> None:
         np.testing.assert_allclose(a, b, atol=1e-3)
 
 
+@pytest.mark.long
 def test_under_vmap() -> None:
     net = dense()
     rates = jnp.asarray([0.1, 0.2])

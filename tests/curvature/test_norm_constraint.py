@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import some_of
 from networks import dense
 
 import hypergrad as hg
@@ -30,7 +31,7 @@ def clipped(h: Any) -> Any:
     return hg.clip_by_global_norm(bounded(h, every=2), 0.5)
 
 
-@pytest.mark.parametrize("make", [bounded, clipped])
+@some_of("make", [bounded, clipped], clipped)
 def test_hypergradients_agree_on_three_roads(make: Any) -> None:
     net, h = dense(), {name: jnp.asarray(x) for name, x in HYPERS.items()}
 
@@ -78,13 +79,15 @@ def test_where_it_does_not_bind_nothing_changes() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), free, loose)
 
 
-@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.long
+@some_of("every", [1, 4], 4)
 def test_it_comes_back(every: int) -> None:
     net = dense()
     rule = hg.norm_constraint(hg.KFAC(0.3, every=every), 0.01)
     assert hg.check_reversal(net.loss, net.params, rule, hg.full_batch(net.batch), steps=60).exact
 
 
+@pytest.mark.long
 def test_beside_another_rule_and_under_vmap() -> None:
     net = dense()
     labels = {name: "rest" if name == "v" else "layers" for name in net.params}

@@ -1,9 +1,12 @@
 """The benchmark of devices, in short: what a device carries, and whether bits are the same."""
 
+import pytest
+
 from experiments.benchmarks import devices
 from experiments.benchmarks.workloads import transformer_task
 
 
+@pytest.mark.long
 def test_each_way_on_one_device_in_short(monkeypatch, capsys) -> None:
     tiny = lambda steps: transformer_task(steps, width=8, depth=1, length=4, batch_size=4, examples=8)  # noqa: E731
     monkeypatch.setattr(devices, "small_transformer", tiny)

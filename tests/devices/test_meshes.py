@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-import pytest
+from covering import some_of
 
 
 SETTING = """
@@ -97,7 +97,7 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("program", [WORKS, EXPLICIT], ids=["automatic", "explicit"])
+@some_of("program", [WORKS, EXPLICIT], EXPLICIT, ids=["automatic", "explicit"])
 def test_on_two_devices(program: str) -> None:
     flags = "--xla_force_host_platform_device_count=2"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}

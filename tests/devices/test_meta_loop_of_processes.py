@@ -47,6 +47,7 @@ def histories(outputs: list[str]) -> list[Any]:
     return [json.loads(lines(output, "history")[0]) for output in outputs]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("then", [1, 4], ids=["one", "four"])
 def test_begun_by_two_and_ended_by_others(then: int, expected: Any, tmp_path: pathlib.Path) -> None:
     options = {"FOLDER": str(tmp_path / "run"), **QUICK}
@@ -90,6 +91,7 @@ for name, text, call in [
 """
 
 
+@pytest.mark.long
 def test_errors_are_raised_in_all() -> None:
     outputs = [lines(output, "error") for output in in_processes(FAILS, 2, **QUICK)]
     assert outputs[0] == outputs[1] == [f"{name} True" for name in ("jit", "eager", "optimize", "folder", "host", "words")]

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from covering import long
 from processes import in_processes, on_devices
 
 
@@ -17,27 +18,24 @@ def on(count, rule, statistics, microbatches, road="jit"):
     f = jax.value_and_grad(lambda h, w, data: value(h, w, data, cut, rule, statistics), argnums=(0, 1), has_aux=True)
     return bits((jax.jit(f) if road == "jit" else f)(H, w, data))
 
-RUNS = [
-    *(("SGD", True, 16, count, "jit") for count in (1, 2, 4, 8)),
-    *(("Adam", False, 16, count, "jit") for count in (1, 8)),
-    *(("SGD", False, 16, count, "eager") for count in (1, 4)),
-    *(("SGD", False, None, count, "jit") for count in (1, 8)),
-]
-found = {f"{rule} {cut} {count}": [] for rule, _, cut, count, _ in RUNS}
-for rule, statistics, cut, count, road in RUNS:
-    found[f"{rule} {cut} {count}"].append(on(count, rule, statistics, cut, road))
-print(json.dumps(found))
+print(json.dumps([[on(count, *run) for count in counts] for *run, counts in RUNS]))
 """
+RUNS: list[Any] = [
+    ["SGD", True, 16, "jit", (1, 2, 4, 8)],
+    ["Adam", False, 16, "jit", (1, 8)],
+    ["SGD", False, 16, "eager", (1, 4)],
+    ["SGD", False, None, "jit", (1, 8)],
+]
+SHORT: list[Any] = [["SGD", True, 16, "jit", (1, 4)], RUNS[-1]]
 
 
 @pytest.mark.of_bits
-def test_any_number_of_devices() -> None:
-    found = json.loads(on_devices(OF_DEVICES, 8))
-    for of in ("SGD 16", "Adam 16"):
-        own = {name: made for name, made in found.items() if name.startswith(of)}
-        assert len({made[0] for made in own.values()}) == 1, own
-    assert found["SGD 16 1"][1] == found["SGD 16 4"][1], "eagerly"
-    assert found["SGD None 1"] != found["SGD None 8"], "it would show without microbatches"
+@pytest.mark.parametrize("runs", [SHORT, long(RUNS)], ids=["short", "all"])
+def test_any_number_of_devices(runs: list[Any]) -> None:
+    *same, without = json.loads(on_devices(f"RUNS = {runs!r}\n{OF_DEVICES}", 8))
+    for bits in same:
+        assert len(set(bits)) == 1, bits
+    assert len(set(without)) == 2, "it would show without microbatches"
 
 
 OF_PROCESSES = """
@@ -50,7 +48,7 @@ print("bits", bits(jax.jit(f)(H, w, data)))
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), long(4, 1)])
 def test_any_number_of_processes(processes: int, devices: int, alone: str) -> None:
     outputs = in_processes(OF_PROCESSES, processes, devices)
     assert [lines(output, "bits") for output in outputs] == [[alone]] * processes
@@ -85,6 +83,7 @@ print("bits same")
 """
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_trained_on_eight_and_reversed_on_two() -> None:
     assert lines(on_devices(REVERSED_ELSEWHERE, 8), "bits") == ["same"]

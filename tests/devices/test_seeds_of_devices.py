@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import pytest
 from processes import on_devices
 from test_same_bits import lines
 
@@ -39,13 +40,24 @@ def seen(count: int, **environment: str) -> Any:
     return json.loads(lines(output, "seen")[0])
 
 
-def test_seeds_over_devices() -> None:
-    (expected, _, _), (spread, compiled_on, where), (together, at_first, _) = seen(1), seen(3), seen(2, DIVIDED="1")
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return seen(1)[0]
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert all(abs(a / b - 1) < 1e-5 for a, b in zip(one, other, strict=True))
+
+
+def test_seeds_over_devices(expected: Any) -> None:
+    found, compiled_on, where = seen(3)
     assert [x for x in compiled_on if x is not None] == [0, 1, 2] and where == [0, 0]
-    assert [x for x in at_first if x is not None] == [0], "which was not compiled, once it had been traced"
-    for found in (spread, together):
-        assert all(
-            abs(a / b - 1) < 1e-5
-            for one, other in zip(found, expected, strict=True)
-            for a, b in zip(one, other, strict=True)
-        )
+    assert_close(found, expected)
+
+
+@pytest.mark.long
+def test_seeds_that_are_on_several_devices_already(expected: Any) -> None:
+    found, compiled_on, _ = seen(2, DIVIDED="1")
+    assert [x for x in compiled_on if x is not None] == [0], "which was not compiled, once it had been traced"
+    assert_close(found, expected)

@@ -44,12 +44,14 @@ def test_long_reversal_is_exact_in_short():
     assert proof.exact and proof.first_mismatch is None
 
 
+@pytest.mark.long
 def test_plans_are_compared_in_short(capsys):
     assert plans.main(["--tiny", "--rounds", "1", "--only", "small", "statistics"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 7 and all(" MiB " in line and " s " in line for line in lines[1:])
 
 
+@pytest.mark.long
 def test_records_are_rewound_in_short(monkeypatch, capsys):
     monkeypatch.setattr(rewind, "elsewhere", rewind.opened)
     assert rewind.main(["--steps", "8", "--every", "4"]) == 0
@@ -63,23 +65,27 @@ def test_steps_that_read_their_part_of_theta_are_timed(capsys):
     assert len(capsys.readouterr().out.splitlines()) == 6
 
 
+@pytest.mark.long
 def test_microbatches_are_timed_in_short(capsys):
     microbatches.main(microbatches.parser().parse_args(["--small", "--rounds", "1", "--steps", "2"]))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and lines[1].startswith("dense 8-8")
 
 
+@pytest.mark.long
 def test_curves_of_long_runs_in_short(tmp_path):
     assert long_curves.main(["--powers", "3", "4", "--mebibytes", "1", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "long_curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_long_runs_in_short(capsys):
     assert long_runs.main(["--steps", "16", "--share", "4", "--rounds", "1", "--mebibytes", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 9 and all(" us a step" in line for line in lines[1:])
 
 
+@pytest.mark.long
 def test_every_road_gives_the_same_hypergradient():
     chosen = [road for road in roads.ROADS if road.options() is None]  # with options: the same functions
     rows = measure(TINY, chosen, ONCE, tolerance=1e-4)  # raises where one disagrees
@@ -192,6 +198,7 @@ def test_curves_hold_every_road_at_every_length(monkeypatch):
     assert found["unroll"]["steps"] == [2, 8] and found["unroll"]["bytes"][1] > found["unroll"]["bytes"][0]
 
 
+@pytest.mark.long
 def test_a_gpu_script_certifies_and_agrees():
     config = gpu.Config(tiny=True)
     results = {name: gpu.certified(task) for name, task in gpu.models(config).items()}

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import long
 
 from experiments import (
     _config,
@@ -75,17 +76,17 @@ def test_adam_beside_optax_in_short():
     "experiment",
     [
         toy_valley,
-        learning_rate_schedules,
+        long(learning_rate_schedules),
         schedule_gradient,
-        chaos,
+        long(chaos),
         memory,
-        adam_schedules,
-        gradient_links,
-        language_model,
-        optimizer_race,
-        curvature_optimizers,
-        unlearning,
-        long_horizon,
+        long(adam_schedules),
+        long(gradient_links),
+        long(language_model),
+        long(optimizer_race),
+        long(curvature_optimizers),
+        long(unlearning),
+        long(long_horizon),
     ],
     ids=lambda m: m.__name__[12:],
 )

@@ -4,7 +4,7 @@ import json
 
 import jax
 import numpy as np
-import pytest
+from covering import some_of
 
 from experiments import (
     _characters,
@@ -25,7 +25,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.__name__.split(".")[-1])
+@some_of("script", SCRIPTS, per_weight_penalty, ids=lambda s: s.__name__.split(".")[-1])
 def test_script_in_miniature(script, tmp_path, capsys):
     script.main(script.Config(tiny=True, seeds=(3,), out=tmp_path))
     name = script.__name__.split(".")[-1]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import long, some_of
 from matrix_rules import BRANCHING, Muon, PerExample, Shampoo, Whitened
 
 import hypergrad as hg
@@ -56,7 +57,7 @@ MATRICES = {"b": "rest", "k": "matrix", "w": "matrix"}
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("name", list(BRANCHING))
+@some_of("name", BRANCHING, "tall", "odd")
 def test_a_rule_may_tell_leaves_apart(name: str) -> None:
     assert_agree(BRANCHING[name]())
 
@@ -71,7 +72,7 @@ def by_order(params: Any) -> Any:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("labels", [by_name, by_order])
+@some_of("labels", [by_name, by_order], by_name)
 def test_rules_that_tell_leaves_apart_may_stand_beside_each_other_by_name_and_order(labels: Any) -> None:
     assert_agree(hg.partition({name: BRANCHING[name]() for name in ("tall", "odd")}, labels))
 
@@ -80,7 +81,7 @@ def test_rules_that_tell_leaves_apart_may_stand_beside_each_other_by_name_and_or
 @pytest.mark.parametrize(
     "optimizer",
     [
-        hg.partition({"matrix": Muon(0.02), "rest": hg.AdamW(0.01)}, MATRICES),
+        long(hg.partition({"matrix": Muon(0.02), "rest": hg.AdamW(0.01)}, MATRICES)),
         hg.partition({"matrix": Shampoo(0.02), "rest": hg.SGD(0.1)}, MATRICES),
         hg.clip_by_global_norm(hg.partition({"matrix": Muon(0.02), "rest": hg.clip(hg.Adam(0.01), 0.1)}, MATRICES), 0.5),
         hg.partition({"a": hg.SGD(0.1), "b": hg.partition({"c": hg.Adam(0.01), "d": hg.HeavyBall(0.01)}, "d")}, {
@@ -106,7 +107,7 @@ def test_a_rule_sees_more_than_the_gradient() -> None:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("rule", [Whitened(0.1), hg.clip(Whitened(0.1), 0.2)], ids=["plain", "clipped"])
+@pytest.mark.parametrize("rule", [long(Whitened(0.1), id="plain"), pytest.param(hg.clip(Whitened(0.1), 0.2), id="clipped")])
 def test_a_rule_reads_what_statistics_come_to(rule: Any) -> None:
     """They move first, and are undone last."""
     with jax.enable_x64(True):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from classifier import batches, loss, params
+from covering import long
 
 import hypergrad as hg
 from hypergrad.optimizers import Link, Optimizer
@@ -60,13 +61,13 @@ def test_a_name_of_the_library_is_its_rule_with_a_link() -> None:
 @pytest.mark.parametrize(
     ("rule", "shapes"),
     [
-        (hg.clip_by_global_norm(hg.Nesterov(0.1), 1.0), None),
-        (hg.Lion(0.01, temperature=0.5), None),
-        (hg.ScheduleFreeAdamW(hg.PerStep(jnp.linspace(0.005, 0.01, 8)), weight_decay=0.1), None),
-        (hg.ADOPT(0.01, weight_decay=0.1), None),
-        (hg.LARS(0.1, weight_decay=0.1, trust=0.1), None),
-        (hg.LAMB(0.01, weight_decay=0.1), None),
-        (hg.muon_with_adamw(0.02, weight_decay=0.1, nesterov=True), {"b": jnp.ones(3), "w": jnp.ones((2, 3))}),
+        long(hg.clip_by_global_norm(hg.Nesterov(0.1), 1.0), None),
+        long(hg.Lion(0.01, temperature=0.5), None),
+        long(hg.ScheduleFreeAdamW(hg.PerStep(jnp.linspace(0.005, 0.01, 8)), weight_decay=0.1), None),
+        long(hg.ADOPT(0.01, weight_decay=0.1), None),
+        long(hg.LARS(0.1, weight_decay=0.1, trust=0.1), None),
+        long(hg.LAMB(0.01, weight_decay=0.1), None),
+        long(hg.muon_with_adamw(0.02, weight_decay=0.1, nesterov=True), {"b": jnp.ones(3), "w": jnp.ones((2, 3))}),
     ],
     ids=["nesterov", "lion", "schedule-free", "adopt", "lars", "lamb", "muon"],
 )
@@ -78,8 +79,8 @@ def test_a_rule_keeps_the_contract(rule: Optimizer, shapes: Any) -> None:
     ("rule", "bits"),
     [
         (hg.Nesterov(0.05, bits=4), 4 - math.log2(0.9)),
-        (hg.NAdamW(0.01, b2=0.99, weight_decay=0.0, bits=1), 1 - math.log2(0.9) - math.log2(0.99)),
-        (hg.Lion(0.001, b2=0.9, weight_decay=0.0), 2 - math.log2(0.9)),
+        long(hg.NAdamW(0.01, b2=0.99, weight_decay=0.0, bits=1), 1 - math.log2(0.9) - math.log2(0.99)),
+        long(hg.Lion(0.001, b2=0.9, weight_decay=0.0), 2 - math.log2(0.9)),
         (hg.Lion(0.001, b2=0.9, weight_decay=0.0, temperature=0.1), 4 - math.log2(0.9)),
     ],
     ids=["nesterov", "nadamw", "lion", "smooth lion"],
@@ -95,7 +96,7 @@ def test_the_bits_are_those_of_theory(rule: Optimizer, bits: float) -> None:
 @pytest.mark.of_bits
 @pytest.mark.parametrize(
     ("rule", "steps"),
-    [(hg.Nesterov, 1), (hg.Lion, 3), (hg.ScheduleFreeAdamW, 1), (hg.ScheduleFreeAdamW, 200)],
+    [(hg.Nesterov, 1), long(hg.Lion, 3), (hg.ScheduleFreeAdamW, 1), long(hg.ScheduleFreeAdamW, 200)],
     ids=["nesterov", "lion", "schedule-free, one step", "schedule-free"],
 )
 def test_there_is_room_where_all_is_traced(rule: Any, steps: int) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
+from covering import long
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,7 +100,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("adjoint", "name"),
-    [pytest.param(hg.Reversible(), "clipped", marks=pytest.mark.of_bits), (hg.Unrolled(), "adamw")],
+    [pytest.param(hg.Reversible(), "clipped", marks=pytest.mark.of_bits), long(hg.Unrolled(), "adamw")],
     ids=str,
 )
 def test_the_layout_changes_nothing_but_rounding(name: str, adjoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:

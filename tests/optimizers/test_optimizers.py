@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from chains import Change, Shampoo, inverse_fourth_root
+from covering import every_value, long, some_of
 from jax.test_util import check_grads
 from problems import network
 
@@ -38,7 +39,7 @@ INVERTIBLE = {
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("name", INVERTIBLE)
+@some_of("name", INVERTIBLE, "SGD", "Adam", "Adagrad", "Shampoo")
 def test_every_step_has_an_inverse(name: str) -> None:
     params = {"matrix": jnp.zeros((3, 2)), "vector": jnp.zeros(2)}
     hg.testing.check_inverse(INVERTIBLE[name](), params, steps=FEW)
@@ -180,7 +181,7 @@ def evaluate(name: str, adjoint: Any) -> Any:
         return jax.tree.map(np.asarray, function(optimizer, NET.params(jnp.float64), NET.theta(jnp.float64)))
 
 
-@pytest.mark.parametrize("name", DIFFERENTIATED)
+@some_of("name", DIFFERENTIATED, "HeavyBall", "AdamW", "several")
 def test_derivatives_by_reversal_are_those_of_the_unrolled_run(name: str) -> None:
     reversed_, unrolled = evaluate(name, hg.Reversible())[0], evaluate(name, hg.Unrolled())[0]
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(reversed_), jax.tree.leaves(unrolled), strict=True):
@@ -189,7 +190,7 @@ def test_derivatives_by_reversal_are_those_of_the_unrolled_run(name: str) -> Non
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("name", DIFFERENTIATED)
+@some_of("name", DIFFERENTIATED, "AdamW", "several")
 def test_both_roads_train_alike_bit_for_bit(name: str) -> None:
     outputs = evaluate(name, hg.Reversible())[1], evaluate(name, hg.Unrolled())[1]
     jax.tree.map(np.testing.assert_array_equal, *outputs)
@@ -207,7 +208,7 @@ ADAPTIVE = {
 @pytest.mark.of_bits
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("Adam", "layer norm"), ("AdamW", "convolution"), ("RMSProp", "attention"), ("Shampoo", "embedding")],
+    [long("Adam", "layer norm"), long("AdamW", "convolution"), ("RMSProp", "attention"), long("Shampoo", "embedding")],
 )
 def test_adaptive_training_runs_backwards_in_float32(name: str, kind: str) -> None:
     """A reversal that is not exact raises from compiled code, and its gradient is NaN."""
@@ -221,8 +222,7 @@ def test_adaptive_training_runs_backwards_in_float32(name: str, kind: str) -> No
     assert all(jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(jax.jit(jax.grad(value))(optimizer)))
 
 
-@pytest.mark.parametrize("eps", [1e-8, 1e-30], ids=["", "eps that hides nothing"])
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSProp", "Adagrad"])
+@every_value("name, eps", ["Adam", "AdamW", "RMSProp", "Adagrad"], [1e-8, 1e-30])
 def test_a_weight_without_gradient_stays_and_harms_nothing(name: str, eps: float) -> None:
     def value(optimizer: Any) -> jax.Array:
         params = {"used": jnp.ones(2), "unused": jnp.ones(2)}
@@ -248,5 +248,6 @@ def test_the_root_that_shampoo_takes_has_its_derivative() -> None:
             check_grads(symmetric, (matrix,), order=1, modes=["fwd", "rev"])
 
 
+@pytest.mark.long
 def test_an_increment_may_read_the_old_value_of_a_link_after_it() -> None:
     hg.testing.check_optimizer(Change(0.1))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from classifier import batches, loss, params
+from covering import every_value, some_of
 
 import hypergrad as hg
 from hypergrad.optimizers import shampoo
@@ -103,8 +104,11 @@ def test_tiles_are_leaves_of_their_own() -> None:
                 np.testing.assert_allclose(end[rows, columns], reference.w, rtol=1e-8)
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (4, 4), (5, 7), (2, 3, 4), (3, 3, 8, 16), (1, 1)], ids=str)
-@pytest.mark.parametrize("block_size", [None, 1, 3, 128])
+@every_value(
+    "shape, block_size",
+    [(), (3,), (4, 4), (5, 7), (2, 3, 4), (3, 3, 8, 16), (1, 1)],
+    [None, 1, 3, 128],
+)
 def test_a_leaf_is_cut_and_put_together(shape: tuple[int, ...], block_size: int | None) -> None:
     own = tiles(shape, block_size, 4)
     x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
@@ -124,11 +128,13 @@ def test_small_axes_of_a_tensor_become_one_and_long_ones_have_a_diagonal() -> No
     assert group.full == (False,)
 
 
+@pytest.mark.long
 def test_it_keeps_the_contract() -> None:
     rule = hg.Shampoo(0.05, every=3, graft="adam", block_size=2, weight_decay=0.1)
     hg.testing.check_optimizer(rule, {"w": jnp.ones((3, 4))})
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_held_roots_cost_sixteen_bits_each_time() -> None:
     weights = {k: x for k, x in params().items() if k.startswith("w")}
@@ -142,7 +148,7 @@ def test_held_roots_cost_sixteen_bits_each_time() -> None:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("every", [1, 5])
+@some_of("every", [1, 5], 5)
 def test_hypergradients_are_those_of_the_unrolled_run(every: int) -> None:
     """Through the roots: also in the exponent, the averages and the ridge. All values are on the grids of decays."""
     with jax.enable_x64(True):

@@ -54,6 +54,7 @@ def test_what_is_no_matrix_is_left_to_adamw() -> None:
     np.testing.assert_allclose(along(rule).params, along(adamw).params, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_it_keeps_the_contract() -> None:
     hg.testing.check_optimizer(hg.SOAP(0.01, weight_decay=0.1, every=3), {"b": jnp.ones(2), "w": jnp.ones((2, 3))})
 

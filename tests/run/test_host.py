@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import every_pair
+from covering import every_value
 from hosts import NOT_TRACED, assert_equal, final_of
 from problems import network
 from tiny import BATCHES, PARAMS, SGD, fails, final, loss, train
@@ -216,7 +216,7 @@ def stored(request, monkeypatch):
     monkeypatch.setattr(spec, "STORED", request.param or spec.STORED)
 
 
-@every_pair("stored, kind, driver", LENGTHS, SPILLING, ["scan", "host"], indirect=["stored"])
+@every_value("stored, kind, driver", LENGTHS, SPILLING, ["scan", "host"], indirect=["stored"])
 def test_words_on_the_host_are_those_of_the_device(stored, kind, driver):
     optimizer, steps = SPILLING[kind]
     host, device = (ends(hg.Reversible(driver=driver, buffer=b), optimizer, steps) for b in ("host", "device"))
@@ -238,7 +238,7 @@ def spilling(kind, **options):
     return lambda params: final(params=params, optimizer=optimizer, steps=steps, adjoint=hg.Reversible(**options))
 
 
-@every_pair("stored, kind, driver", LENGTHS, SPILLING, ["scan", "host"], indirect=["stored"])
+@every_value("stored, kind, driver", LENGTHS, SPILLING, ["scan", "host"], indirect=["stored"])
 def test_words_on_the_host_come_back(stored, kind, driver):
     run = lambda buffer: spilling(kind, driver=driver, buffer=buffer)  # noqa: E731
 
@@ -247,7 +247,7 @@ def test_words_on_the_host_come_back(stored, kind, driver):
     assert_equal(pull(jnp.ones_like(value)), pull(jnp.ones_like(value)))
 
 
-@every_pair("stored, kind, transform", LENGTHS, SPILLING, [jax.jit, jax.vmap], indirect=["stored"])
+@every_value("stored, kind, transform", LENGTHS, SPILLING, [jax.jit, jax.vmap], indirect=["stored"])
 def test_words_on_the_host_come_back_inside_of_a_program(stored, kind, transform):
     found, expected = (transform(jax.value_and_grad(spilling(kind, buffer=b, capacity=8))) for b in ("host", "device"))
     at = jax.tree.map(lambda x: jnp.stack([x, -x]), PARAMS) if transform is jax.vmap else PARAMS

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value, long, some_of
 from tiny import fails
 
 import hypergrad as hg
@@ -69,10 +70,10 @@ def close(found: Any, expected: Any, tolerance: float) -> None:
     ("rule", "loss"),
     [
         ("SGD", with_statistics),
-        ("heavy ball", with_a_rule),
-        ("Adam", with_statistics),
+        long("heavy ball", with_a_rule),
+        long("Adam", with_statistics),
         ("clip", with_a_rule),
-        ("Adam", loss),
+        long("Adam", loss),
     ],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )
@@ -128,7 +129,7 @@ def compiled() -> Any:
     return jax.jit(jax.value_and_grad(lambda h: value(h, RULES["SGD"], loss, 4, hg.Reversible())))(hypers(jnp.float32))
 
 
-@pytest.mark.parametrize("mode", ["eager", "vmap", "host", "segments"])
+@some_of("mode", ["eager", "vmap", "host", "segments"], "vmap", "host")
 def test_in_every_way_to_run(mode: str) -> None:
     h = hypers(jnp.float32)
     adjoint = {"host": hg.Reversible(driver="host"), "segments": hg.Reversible(buffer="host")}.get(mode, hg.Reversible())
@@ -177,10 +178,16 @@ def test_each_part_has_a_key_of_its_own() -> None:
     np.testing.assert_allclose(done.losses[0], np.mean(parts), rtol=1e-6)
 
 
-def test_certified_by_check_reversal_and_remembered_by_a_record(tmp_path: Any) -> None:
+def test_certified_by_check_reversal() -> None:
     w, batches = hypers(jnp.float32)["w"], hg.stacked(jnp.asarray(X, jnp.float32))
     given = {"theta": jnp.float32(0.05), "microbatches": 4}
     assert hg.check_reversal(loss, w, hg.Adam(0.1), batches, **given).exact
+
+
+@pytest.mark.long
+def test_remembered_by_a_record(tmp_path: Any) -> None:
+    w, batches = hypers(jnp.float32)["w"], hg.stacked(jnp.asarray(X, jnp.float32))
+    given = {"theta": jnp.float32(0.05), "microbatches": 4}
     record = hg.record(loss, w, hg.SGD(0.1), batches, folder=tmp_path / "run", **given)
     trained = hg.train(loss, w, hg.SGD(0.1), batches, **given)
     jax.tree.map(np.testing.assert_array_equal, record.trained.params, trained.params)
@@ -225,8 +232,7 @@ def test_what_cannot_be_cut_is_told(error: Any, call: Any, texts: Any) -> None:
         call()
 
 
-@pytest.mark.parametrize("unit", [1e-300, 1e-16, 1.0, 1e16, 1e300])
-@pytest.mark.parametrize("of", ["validation", "theta"])
+@every_value("unit, of", [1e-300, 1e-16, 1.0, 1e16, 1e300], ["validation", "theta"])
 def test_derivatives_of_any_size(unit: float, of: str) -> None:
     """What is small beside something else: one leaf's cotangent, one leaf's product."""
     in_theta = unit if of == "theta" and 1e-200 < unit < 1e10 else 1.0

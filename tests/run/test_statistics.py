@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value
 from tiny import fails, fails_compiled
 
 import hypergrad as hg
@@ -242,8 +243,7 @@ def test_the_name_is_taken() -> None:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("optimizer", [hg.SGD(0.05), hg.Adam(0.05)], ids=["linear", "not linear"])
-@pytest.mark.parametrize("wide", [False, True], ids=["float32", "float64"])
+@every_value("optimizer, wide", [hg.SGD(0.05), hg.Adam(0.05)], [False, True])
 def test_statistics_of_the_parameters_themselves_are_differentiated(optimizer: Optimizer, wide: bool) -> None:
     """What the derivative of the evidence adds must not change how the gradient is rounded beside it."""
     with jax.enable_x64(wide):

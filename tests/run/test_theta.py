@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value, some_of
 
 import hypergrad as hg
 from hypergrad._set_up import Problem, set_up
@@ -94,8 +95,7 @@ def apart(ours: Any, theirs: Any) -> float:
     return max(jax.tree.leaves(differences))
 
 
-@pytest.mark.parametrize("name", ADJOINTS)
-@pytest.mark.parametrize("rule", [hg.SGD(0.1), hg.Adam(0.05)], ids=lambda rule: type(rule).__name__)
+@every_value("name, rule", ADJOINTS, [hg.Adam(0.05), hg.SGD(0.1)])
 def test_rows_have_the_derivative_of_the_whole(name: str, rule: Any) -> None:
     whole, rows = (jax.grad(end)(theta(), reader, ADJOINTS[name], rule) for reader in (BY_HAND, BY_ROW["index"]))
     assert apart(rows, whole) < 1e-11
@@ -117,7 +117,7 @@ def reads_in(reader: Reader) -> Any:
 WHOLE = 2  # the leaf "x", the last by name
 
 
-@pytest.mark.parametrize("name", ["reversible", "host", "unrolled", "truncated"])
+@some_of("name", ["reversible", "host", "unrolled", "truncated"], "reversible", "host")
 def test_a_value_per_step_has_the_derivative_of_one_by_index(name: str) -> None:
     def marked(theta: Any) -> jax.Array:
         reader: Reader = lambda th, i, t: (th["x"][i], th["weights"][i], th["penalty"])  # noqa: E731
