@@ -10,7 +10,8 @@ import numpy as np
 from jax import Array
 
 from hypergrad import _programs as programs
-from hypergrad._set_up import Problem, set_up
+from hypergrad._problem import Problem
+from hypergrad._set_up import set_up
 from hypergrad._settings import own_settings
 from hypergrad.adjoints import Reversible
 from hypergrad.adjoints.passes import settled_driver, with_all_derivatives

@@ -9,7 +9,8 @@ import numpy as np
 from jax import Array
 
 from hypergrad._isolation import kernel_by_kernel
-from hypergrad._set_up import Problem, set_up
+from hypergrad._problem import Problem
+from hypergrad._set_up import set_up
 from hypergrad._settings import own_settings
 from hypergrad.batches import full_batch
 from hypergrad.exact import WORD_BITS, Fixed, Heads, grid_range

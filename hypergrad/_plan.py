@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from hypergrad import _door as door
-from hypergrad._set_up import Problem, set_up
+from hypergrad._problem import Problem
+from hypergrad._set_up import set_up
 from hypergrad._settings import own_settings
 from hypergrad.adjoints import Adjoint, Checkpointed, Reversible, Unrolled
 from hypergrad.adjoints.auto import (

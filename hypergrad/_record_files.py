@@ -15,9 +15,10 @@ import numpy as np
 from jax import Array
 
 from hypergrad._arrays import packed
+from hypergrad._problem import Problem
 from hypergrad._record_prints import prints_of
 from hypergrad._safe_files import Damaged, Missing, digest, read, sealed, write_new
-from hypergrad._set_up import About, Problem, set_up
+from hypergrad._set_up import About, set_up
 from hypergrad._settings import own_settings
 from hypergrad._train import Trained, train
 from hypergrad.adjoints import Disk, Reversible

@@ -15,6 +15,7 @@ from hypergrad import _programs as programs
 from hypergrad._meshes import reject_explicit
 from hypergrad._metrics import CALL, measured
 from hypergrad._microbatches import check_loss, check_rule, spread
+from hypergrad._problem import Problem
 from hypergrad._processes import reject_python, several
 from hypergrad._program_keys import contains
 from hypergrad._signals import check_shapes_of_signals
@@ -39,21 +40,6 @@ class About(NamedTuple):
     layers: tuple[Layer, ...]
     tree: Any  # of the parameters
     statistics_tree: Any  # None where there are none
-
-
-class Problem(NamedTuple):
-    """What is trained, as `train` was given it."""
-
-    loss: Any
-    params: Any
-    optimizer: Any
-    batches: Any
-    theta: Any = None
-    steps: Any = None
-    state: Any = None
-    statistics: Any = None
-    metric: Any = None
-    microbatches: Any = None
 
 
 def set_up(problem: Problem, adjoint: Adjoint = Reversible(), throw: bool = True) -> tuple[Run, Inputs, About]:  # noqa: B008
@@ -119,12 +105,10 @@ def _checked(problem: Problem) -> Problem:
 
 def _traced(problem: Problem) -> Traced:
     """The user's functions, once what they compute is known to be of use."""
-    loss, params, optimizer, batches, theta, steps, _, means, metric, parts = problem
-    options: Any = {"pair": means is not None, "steps": steps, "whole": metric is not None, "microbatches": parts}
-    traced = trace(loss, params, theta, batches, optimizer.signals, **options)
-    check_loss(parts, traced.functions.loss.jaxpr)
-    value = traced.returned if means is None else door.check_evidence(traced.returned, means.values)
-    door.check_loss_value(value, theta, steps)
+    traced = trace(problem)
+    check_loss(problem.microbatches, traced.functions.loss.jaxpr)
+    means, value = problem.statistics, traced.returned
+    door.check_loss_value(value if means is None else door.check_evidence(value, means.values), problem.theta, problem.steps)
     return traced
 
 

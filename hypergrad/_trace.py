@@ -6,7 +6,7 @@ Invariant: each function is called here, when training is entered, and never aga
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -21,14 +21,14 @@ from hypergrad._closures import name_in, name_of
 from hypergrad._cpu_kernels import careful_kernels
 from hypergrad._microbatches import part_of, reject_on_mesh, without_mesh
 from hypergrad._own_rules import is_float, own_rule
+from hypergrad._problem import Problem
 from hypergrad._program_keys import Key, array_key, equations
 from hypergrad._programs import Program
 from hypergrad._signals import check_signal
 from hypergrad.optimizers.block import Floats
-from hypergrad.optimizers.chain import STATISTICS, Signal
+from hypergrad.optimizers.chain import STATISTICS
 from hypergrad.optimizers.expand import Hypers
 from hypergrad.run.functions import Frozen, Functions, Signals
-from hypergrad.run.microbatches import Microbatches
 from hypergrad.run.reads import StepTheta, reads_of
 from hypergrad.run.spec import Run
 
@@ -45,104 +45,122 @@ class Traced(NamedTuple):
     like: tuple[list[Any], list[Any], list[Any]]  # what it is given, at a step
 
 
-def trace(
-    loss: Callable[..., Any],
-    params: Any,
-    theta: Any,
-    batches: Any,
-    signals: Mapping[str, Signal] = {},
-    pair: bool = False,
-    steps: int = 1,
-    whole: bool = False,
-    microbatches: Microbatches | None = None,
-) -> Traced:
-    """Call each function once, under the caller's settings, and see what it computes. pair: whether the loss returns batch
-    statistics, too. steps: of the run, and of each `PerStep` in theta. whole: whether a step must see all of theta.
-    microbatches: what the loss sees of a batch; None: all of it."""
-    leaves, tree = jax.tree.flatten(params)
-    theta, per_step = door.theta_by_steps(theta, steps)
-    (theta_floats, theta_others), whole_theta = _split(theta, eqx.is_inexact_array)
-    (batch_leaves, _), whole_batches = _split(batches, eqx.is_array)
-    rest: list[Any] = []
+def trace(problem: Problem) -> Traced:
+    """Call each function once, under the caller's settings, and see what it computes.
 
-    def arrays_of_batch(arrays: list[Any], t: Array) -> list[Any]:
-        with door.calling_batches(batches):
-            found, others = eqx.partition(whole_batches(arrays, [])(t), eqx.is_array_like)
-        rest.append((jax.tree.structure(found), others))
-        return jax.tree.leaves(found)
-
-    step = jax.ShapeDtypeStruct((), jnp.int32)
-    batch, of_batch = programs.trace(arrays_of_batch, batch_leaves, step)
-    door.check_pure(batches, (batch, of_batch), lambda: programs.trace(arrays_of_batch, batch_leaves, step))
-    structure, others = rest[0]
+    problem: checked. Its statistics say whether the loss returns evidence, too; its metric, that a step must see all of
+    theta; its microbatches, what the loss sees of a batch.
+    """
+    theta, per_step = door.theta_by_steps(problem.theta, problem.steps)
+    (floats, others), whole_theta = _split(theta, eqx.is_inexact_array)
+    source, leaves = _source(problem.batches), jax.tree.leaves(problem.params)
 
     def given(floats: list[Array], arrays: list[Any], batch: list[Any]) -> tuple[Any, Any]:
-        return whole_theta(floats, arrays), eqx.combine(jax.tree.unflatten(structure, batch), others)
+        return whole_theta(floats, arrays), source.whole(batch)
 
-    def as_given(w: list[Array], *lists: list[Any]) -> tuple[Any, Any, Any]:
-        return jax.tree.unflatten(tree, w), *given(*lists)
-
-    def value(*lists: list[Any]) -> Any:
-        arguments = as_given(*lists)
-        with door.calling("loss(params, theta, batch)", *arguments):
-            return loss(*arguments)
-
-    def more(w: list[Array], *lists: Any) -> Any:
-        *rest, key = lists
-        scalar = (lambda *a: loss(*a)[0]) if pair else loss
-        found = {name: function(scalar, *as_given(w, *rest), key) for name, function in signals.items()}
-        return {name: check_signal(name, x, tree) for name, x in found.items()}
-
-    of_step = [
-        jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if own else x for x, own in zip(theta_floats, per_step, strict=True)
-    ]
-    seen = batch.out if microbatches is None else part_of(microbatches, jax.tree.unflatten(structure, batch.out))
-    arguments = leaves, of_step, theta_others, seen
-    with without_mesh(microbatches, arguments) as bare:
-        program, of_loss = programs.trace(value, *bare)
-    reject_on_mesh(microbatches, loss, of_loss)
-    captured = tuple(isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact) for x in of_loss)
-    of_signals: Signals | None = None
-    held_by_signals: list[Any] = []
-    if signals:
-        of_signals, held_by_signals = _signals(more, (*arguments, _KEY), tuple(signals), of_loss, captured)
-    sizes = len(leaves), len(theta_floats), len(theta_others), len(jax.tree.leaves(batch.out))
+    of_step = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if own else x for x, own in zip(floats, per_step, strict=True)]
+    seen = source.batch.out
+    if problem.microbatches is not None:
+        seen = part_of(problem.microbatches, jax.tree.unflatten(source.structure, seen))
+    arguments = leaves, of_step, others, seen
+    program, constants = _loss(problem, given, arguments)
+    captured = tuple(isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact) for x in constants)
+    of_signals, held_by_signals = _signals(problem, given, arguments, constants, captured)
+    sizes = len(leaves), len(floats), len(others), len(source.batch.out)
     # A signal takes what the loss takes; a step's own leaf is small.
-    found = reads_of(program, sizes, [own or bool(signals or microbatches) or whole for own in per_step], captured)
+    at_once = bool(problem.optimizer.signals or problem.microbatches) or problem.metric is not None
+    found = reads_of(program, sizes, [own or at_once for own in per_step], captured)
     functions = Functions(
-        batch,
+        source.batch,
         Program(careful_kernels(found.loss.jaxpr), program.key, program.out),
         captured,
         StepTheta((*per_step, *[False] * sum(captured)), found.reads, found.indices),
-        rules_of(loss, program, of_loss, arguments),
+        rules_of(problem.loss, program, constants, arguments),
         symmetric=_symmetric(program.jaxpr),
         narrow=_narrow(program.jaxpr),
-        collective=_collective(program) or _collective(batch),
-        sure=not any("callback" in e.primitive.name or e.primitive.name == "ffi_call" for e in equations(batch.jaxpr)),
+        collective=_collective(program) or _collective(source.batch),
+        sure=not any("callback" in e.primitive.name or e.primitive.name == "ffi_call" for e in source.equations),
         signals=of_signals,
     )
-    floats = [*theta_floats, *(x for x, traced in zip(of_loss, captured, strict=True) if traced)]
-    untraced = [x for x, traced in zip(of_loss, captured, strict=True) if not traced]
-    kept = [[programs.owned(x) for x in xs] for xs in (untraced, held_by_signals, of_batch)]
-    frozen = Frozen(theta_others, kept[0], kept[1], [], kept[2], batch_leaves)
+    traced = [x for x, own in zip(constants, captured, strict=True) if own]
+    untraced = [x for x, own in zip(constants, captured, strict=True) if not own]
+    kept = [[programs.owned(x) for x in xs] for xs in (untraced, held_by_signals, source.constants)]
+    frozen = Frozen(others, kept[0], kept[1], [], kept[2], source.leaves)
     names = (
         *_paths("theta", theta, lambda x: eqx.is_array(x) and not eqx.is_inexact_array(x)),
         *("what the loss closes over" for _ in untraced),
         *("what a signal closes over" for _ in held_by_signals),
-        *(f"{name_in(batches, x)} of `{name_of(batches)}`" for x in of_batch),
-        *_paths("batches", batches, eqx.is_array),
+        *(f"{name_in(problem.batches, x)} of `{name_of(problem.batches)}`" for x in source.constants),
+        *_paths("batches", problem.batches, eqx.is_array),
     )
-    return Traced(functions, floats, frozen, names, program.out, given, (*arguments[1:3], batch.out))
+    return Traced(functions, [*floats, *traced], frozen, names, program.out, given, (of_step, others, source.batch.out))
+
+
+class Source(NamedTuple):
+    """A source of batches, as a program of t."""
+
+    batch: Program
+    constants: list[Any]
+    leaves: list[Array]  # arrays that are leaves of the source itself
+    structure: Any  # of what is array-like in a batch
+    others: Any  # what is not
+
+    def whole(self, leaves: list[Any]) -> Any:
+        return eqx.combine(jax.tree.unflatten(self.structure, leaves), self.others)
+
+    @property
+    def equations(self) -> Iterator[Any]:
+        return equations(self.batch.jaxpr)
+
+
+def _source(batches: Any) -> Source:
+    (leaves, _), whole = _split(batches, eqx.is_array)
+    seen: list[Any] = []
+
+    def arrays(leaves: list[Any], t: Array) -> list[Any]:
+        with door.calling_batches(batches):
+            found, others = eqx.partition(whole(leaves, [])(t), eqx.is_array_like)
+        seen.append((jax.tree.structure(found), others))
+        return jax.tree.leaves(found)
+
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    batch, constants = programs.trace(arrays, leaves, step)
+    door.check_pure(batches, (batch, constants), lambda: programs.trace(arrays, leaves, step))
+    return Source(batch, constants, leaves, *seen[0])
+
+
+def _loss(problem: Problem, given: Callable[..., Any], arguments: Any) -> tuple[Program, list[Any]]:
+    tree = jax.tree.structure(problem.params)
+
+    def value(w: list[Array], *lists: list[Any]) -> Any:
+        whole = jax.tree.unflatten(tree, w), *given(*lists)
+        with door.calling("loss(params, theta, batch)", *whole):
+            return problem.loss(*whole)
+
+    with without_mesh(problem.microbatches, arguments) as bare:
+        program, constants = programs.trace(value, *bare)
+    reject_on_mesh(problem.microbatches, problem.loss, constants)
+    return program, constants
 
 
 _KEY = jax.eval_shape(lambda: jax.random.key(0))
 
 
 def _signals(
-    function: Callable[..., Any], arguments: Any, names: tuple[str, ...], of_loss: list[Any], captured: tuple[bool, ...]
-) -> tuple[Signals, list[Any]]:
+    problem: Problem, given: Callable[..., Any], arguments: Any, of_loss: list[Any], captured: tuple[bool, ...]
+) -> tuple[Signals | None, list[Any]]:
     """What links see beside the gradient, and the constants of it that are not among the loss's."""
-    program, constants = programs.trace(function, *arguments)
+    if not (signals := problem.optimizer.signals):
+        return None, []
+    tree = jax.tree.structure(problem.params)
+    scalar = problem.loss if problem.statistics is None else lambda *a: problem.loss(*a)[0]
+
+    def signalled(w: list[Array], *lists: Any) -> Any:
+        *rest, key = lists
+        whole = jax.tree.unflatten(tree, w), *given(*rest)
+        return {name: check_signal(name, function(scalar, *whole, key), tree) for name, function in signals.items()}
+
+    program, constants = programs.trace(signalled, *arguments, _KEY)
     if any(map(own_rule, equations(program.jaxpr))):
         program = Program(program.jaxpr, Key((object(),)), program.out)  # never the same again: rules are no part of a key
     floats = [x for x, traced in zip(of_loss, captured, strict=True) if traced]
@@ -154,7 +172,7 @@ def _signals(
                 "a signal of the optimizer reads a traced value from outside, whose derivative would be lost. Make it a "
                 "part of theta, or of the parameters."
             )
-    return Signals(names, Program(careful_kernels(program.jaxpr), program.key, program.out), tuple(places)), rest
+    return Signals(tuple(signals), Program(careful_kernels(program.jaxpr), program.key, program.out), tuple(places)), rest
 
 
 def _split(tree: Any, chosen: Callable[[Any], bool]) -> tuple[tuple[list[Any], list[Any]], Callable[..., Any]]:

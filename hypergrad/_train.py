@@ -9,8 +9,9 @@ from jax import Array
 
 from hypergrad._meshes import explicit_mesh, with_automatic_axes
 from hypergrad._needs import asking, untrained
+from hypergrad._problem import Problem
 from hypergrad._report import exceeded, mask, probing_curvature, surface
-from hypergrad._set_up import About, Problem, set_up
+from hypergrad._set_up import About, set_up
 from hypergrad._sharpness import excess_of
 from hypergrad.adjoints import Adjoint, Reversible
 from hypergrad.errors import Status

@@ -8,11 +8,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from hypergrad import _programs as programs
 from hypergrad._isolation import isolated, kernel_by_kernel
@@ -22,6 +23,7 @@ from hypergrad.adjoints.second_order import accumulator
 from hypergrad.exact import substitute
 from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link
+from hypergrad.optimizers.expand import Hypers
 from hypergrad.run.forward import theta_of_step
 from hypergrad.run.per_step import join_steps, split_steps
 from hypergrad.run.plan import by_link, schedules
@@ -98,56 +100,63 @@ def _training(run: Run, checkpoints: int | None, inputs: Inputs) -> Outcome:
         capacity = nothing_kept(run)
         state = initial_state(run, jax.lax.stop_gradient(inputs.values), capacity)
         constant, stepped = split_steps(inputs.h, run.steps)
-        theta_constant, theta_stepped = run.functions.theta.parted(inputs.theta)
-        wide_theta = [x.astype(accumulator(x)) for x in theta_constant]  # in which a scan sums its cotangents
-
-        def body(carry: tuple[State, list[Floats]], x: Any) -> tuple[tuple[State, list[Floats]], Any]:
-            state, shadow = carry
-            t, (stepped, theta_stepped), entries = x
-            t = kernel_by_kernel(t, (inputs, stepped, entries))
-            h = join_steps(constant, stepped)
-            outside = [seen_outside(b, b.chain[-1], state[j]) for j, b in enumerate(run.of_parameters)]
-            w = run.split([substitute(shadow[j][PARAMS].astype(d.dtype), d) for j, d in enumerate(outside)])
-            batch = run.batch(inputs.frozen, t)
-            narrow = [x.astype(like.dtype) for x, like in zip(wide_theta, theta_constant, strict=True)]
-            theta, _ = theta_of_step(run, t, narrow, theta_stepped, inputs.frozen, batch)
-            smooth = functools.partial(run.gradient, smooth=True)
-            value, g, seen = _same_bits(t, smooth, w, theta, inputs.frozen, batch, exact=run.gradient)
-            gradient = g = run.joined(t, g)
-            more = (
-                _same_bits(t, functools.partial(run.more_signals, t), w, theta, inputs.frozen, batch)
-                if run.functions.signals
-                else {}
-            )
-            metrics = []
-            if run.functions.metrics is not None:
-                measured = functools.partial(run.metrics, t, apart=False)
-                metrics = _same_bits(
-                    t, measured, _seen(run, state, shadow)[: len(run.parameters)], theta, inputs.frozen, batch
-                )
-            signals, entries = run.signals(g, seen, more), by_link(run, entries)
-            for j in run.parameters:
-                for link in run.blocks[j].chain[: run.early[j]]:
-                    state, shadow = _both(run, j, link, t, state, shadow, h, entries, signals)
-            if run.transforms:
-                wide_w = [substitute(own[PARAMS], x) for own, x in zip(shadow, wide_parameters(run, state), strict=False)]
-                read = zip(shadow, early_values(run, state), strict=False)
-                early = [{name: substitute(own[name], x) for name, x in values.items()} for own, values in read]
-                g = _same_bits(t, run.transformed, [h[j] for j in run.parameters], wide_w, g, early)
-                signals = run.signals(g, seen, more)
-            for j in (*run.statistics, *run.parameters):
-                for link in run.blocks[j].chain[run.early[j] :]:
-                    state, shadow = _both(run, j, link, t, state, shadow, h, entries, signals)
-            return (state, shadow), (value, sizes(t, _stopped(gradient)), metrics)
-
+        theta, theta_stepped = run.functions.theta.parted(inputs.theta)
+        same = Same(inputs, constant, theta, [x.astype(accumulator(x)) for x in theta])
         first = [
             {k.name: substitute(values[k.name].astype(b.dtype), decoded(b, k, slots)) for k in b.chain}
             for b, values, slots in zip(run.blocks, inputs.values, state, strict=True)
         ]
         xs = (jnp.arange(run.steps, dtype=jnp.int32), (stepped, theta_stepped), [schedule.entries for schedule in plan])
-        (end, shadow), (losses, seen, metrics) = scan(body, (state, first), xs)
+        (end, shadow), (losses, seen, metrics) = scan(functools.partial(_step, run, same), (state, first), xs)
         status = assess(run, inputs.values, inputs.h, plan, end, losses, capacity, seen)
         return Outcome(_seen(run, end, shadow), losses, jax.lax.stop_gradient(status), metrics)
+
+
+class Same(NamedTuple):
+    """What all steps share."""
+
+    inputs: Inputs
+    h: list[Hypers]  # the part of it that is constant
+    theta: list[Array]  # likewise
+    wide_theta: list[Array]  # that, in the dtype in which a scan sums its cotangents
+
+
+def _step(run: Run, same: Same, carry: tuple[State, list[Floats]], x: Any) -> tuple[tuple[State, list[Floats]], Any]:
+    """`hypergrad.run.forward.train_step`, with the floats beside the integers that are differentiated."""
+    state, shadow = carry
+    t, (stepped, theta_stepped), entries = x
+    t = kernel_by_kernel(t, (same.inputs, stepped, entries))
+    h, frozen = join_steps(same.h, stepped), same.inputs.frozen
+    outside = [seen_outside(b, b.chain[-1], state[j]) for j, b in enumerate(run.of_parameters)]
+    w = run.split([substitute(shadow[j][PARAMS].astype(d.dtype), d) for j, d in enumerate(outside)])
+    batch = run.batch(frozen, t)
+    narrow = [x.astype(like.dtype) for x, like in zip(same.wide_theta, same.theta, strict=True)]
+    theta, _ = theta_of_step(run, t, narrow, theta_stepped, frozen, batch)
+    point = w, theta, frozen, batch
+    value, g, seen = _same_bits(t, functools.partial(run.gradient, smooth=True), *point, exact=run.gradient)
+    gradient = g = run.joined(t, g)
+    more = _same_bits(t, functools.partial(run.more_signals, t), *point) if run.functions.signals else {}
+    metrics = []
+    if run.functions.metrics is not None:
+        values = _seen(run, state, shadow)[: len(run.parameters)]
+        metrics = _same_bits(t, functools.partial(run.metrics, t, apart=False), values, *point[1:])
+    signals, entries = run.signals(g, seen, more), by_link(run, entries)
+    for j in run.parameters:
+        for link in run.blocks[j].chain[: run.early[j]]:
+            state, shadow = _both(run, j, link, t, state, shadow, h, entries, signals)
+    if run.transforms:
+        signals = run.signals(_transformed(run, t, state, shadow, h, g), seen, more)
+    for j in (*run.statistics, *run.parameters):
+        for link in run.blocks[j].chain[run.early[j] :]:
+            state, shadow = _both(run, j, link, t, state, shadow, h, entries, signals)
+    return (state, shadow), (value, sizes(t, _stopped(gradient)), metrics)
+
+
+def _transformed(run: Run, t: Array, state: State, shadow: list[Floats], h: list[Hypers], g: list[Array]) -> list[Array]:
+    wide_w = [substitute(own[PARAMS], x) for own, x in zip(shadow, wide_parameters(run, state), strict=False)]
+    read = zip(shadow, early_values(run, state), strict=False)
+    early = [{name: substitute(own[name], x) for name, x in values.items()} for own, values in read]
+    return _same_bits(t, run.transformed, [h[j] for j in run.parameters], wide_w, g, early)
 
 
 def _seen(run: Run, state: State, shadow: list[Floats]) -> list[Floats]:
@@ -159,7 +168,7 @@ def _seen(run: Run, state: State, shadow: list[Floats]) -> list[Floats]:
 
 
 def _both(
-    run: Run, j: int, link: Link, t: jax.Array, state: State, shadow: list[Floats], h: Any, entries: Any, signals: Any
+    run: Run, j: int, link: Link, t: Array, state: State, shadow: list[Floats], h: Any, entries: Any, signals: Any
 ) -> tuple[State, list[Floats]]:
     """One link of one block: its integers, and its shadow of the same value and with the derivative of the real update."""
     block, own = run.blocks[j], shadow[j]
@@ -176,7 +185,7 @@ def _both(
     return state, replaced(shadow, j, {link.name: substitute(real, decoded(block, link, state[j]))})
 
 
-def _same_bits(t: jax.Array, function: Callable[..., Any], *args: Any, exact: Callable[..., Any] | None = None) -> Any:
+def _same_bits(t: Array, function: Callable[..., Any], *args: Any, exact: Callable[..., Any] | None = None) -> Any:
     """function(*args), with the bits of the forward pass of `Reversible`, where it is isolated. exact: which has them."""
     return jax.tree.map(substitute, function(*args), isolated(t, exact or function, *_stopped(args)))
 

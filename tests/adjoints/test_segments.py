@@ -14,7 +14,8 @@ from problems import network
 from tiny import BATCHES, PARAMS, fails, final, loss
 
 import hypergrad as hg
-from hypergrad._set_up import Problem, set_up
+from hypergrad._problem import Problem
+from hypergrad._set_up import set_up
 from hypergrad.adjoints import passes, reversible, segments
 from hypergrad.adjoints.auto import room
 from hypergrad.adjoints.budget import _bytes_of_state, cut

@@ -16,7 +16,8 @@ from jax.scipy.ndimage import map_coordinates
 
 import hypergrad as hg
 from hypergrad import _programs as programs
-from hypergrad._set_up import Problem, set_up
+from hypergrad._problem import Problem
+from hypergrad._set_up import set_up
 from hypergrad.adjoints import backward, retry, reversible
 
 

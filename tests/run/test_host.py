@@ -17,7 +17,8 @@ from tiny import BATCHES, PARAMS, SGD, fails, final, loss, train
 
 import hypergrad as hg
 from hypergrad import _programs as programs
-from hypergrad._set_up import Problem, set_up
+from hypergrad._problem import Problem
+from hypergrad._set_up import set_up
 from hypergrad.adjoints import passes
 from hypergrad.adjoints.capacity import capacities
 from hypergrad.run import spec, stores

@@ -10,7 +10,8 @@ import pytest
 from covering import every_value, some_of
 
 import hypergrad as hg
-from hypergrad._set_up import Problem, set_up
+from hypergrad._problem import Problem
+from hypergrad._set_up import set_up
 
 
 STEPS, EXAMPLES = 9, 20

@@ -1,0 +1,186 @@
+"""Folders of records: opened in another process, of another run, damaged, or left by training that was killed."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from recorded import NET, RATES, SEGMENT, STEPS, assert_same, drawn, options
+from tiny import fails
+
+import hypergrad as hg
+from hypergrad.run import disk, rewind, spec
+
+
+@pytest.fixture(autouse=True)
+def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec, "STORED", SEGMENT)
+
+
+OTHERS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "params": (lambda: {"params": jax.tree.map(lambda w: 2 * w, NET.params())}, "`params`, `state` or `statistics` differ"),
+    "optimizer": (lambda: {"optimizer": hg.SGD(hg.PerStep(RATES), 0.06)}, "the hyperparameters of `optimizer` differ"),
+    "theta": (lambda: {"theta": NET.theta(value=0.1)}, "the values of `theta` differ"),
+    "batches": (lambda: {"batches": drawn(9)}, "the arrays of `batches` or of `loss` differ"),
+    "loss": (lambda: {"loss": lambda *a: 2 * NET.loss(*a)}, "what `loss`, `batches` or `optimizer` compute differ"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_record_of_another_run_is_refused_by_what_differs(name: str, tmp_path: pathlib.Path) -> None:
+    other, fragment = OTHERS[name]
+    hg.record(**options(), folder=tmp_path)
+    with fails(ValueError, "is of another run", fragment, "record in another folder"):
+        hg.record(**options() | other(), folder=tmp_path)
+
+
+def test_a_record_from_elsewhere_is_opened_with_a_warning(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hg.record(**options(), folder=tmp_path)
+    monkeypatch.setattr("jax.__version__", "0.0.1")
+    with pytest.warns(UserWarning, match=r"was made elsewhere: jax '.*', now '0.0.1'"):
+        record = hg.record(**options(), folder=tmp_path)
+    assert_same(record.rewind(0).params, NET.params())
+
+
+def flipped(path: pathlib.Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def reworded(path: pathlib.Path) -> None:
+    path.write_text(json.dumps({"format": 1}))
+
+
+def without_the_last(path: pathlib.Path) -> None:
+    """Cut off where a chunk ends."""
+    content, weights = path.read_bytes(), NET.weights["w1"].size
+    before = offset = content.index(b"\n") + 1
+    while offset < len(content):
+        before, count = offset, int.from_bytes(content[offset + 16 : offset + 24], "little")
+        offset += 64 + 2 * weights * count
+    os.truncate(path, before)
+
+
+DAMAGE = {
+    "record.json, flipped": ("record.json", flipped, "does not match its own checksum"),
+    "record.json, another": ("record.json", reworded, "does not match its own checksum"),
+    "end.npz, cut off": ("end.npz", lambda path: os.truncate(path, 1000), "does not match the checksum"),
+    "end.npz, missing": ("end.npz", lambda path: path.unlink(), "is missing"),
+    "words, flipped": ("words-*/0-velocity.words", flipped, "was changed or cut off"),
+    "words, cut off": ("words-*/0-velocity.words", lambda path: os.truncate(path, path.stat().st_size - 1), "cut off"),
+    "words, without the last chunk": ("words-*/0-velocity.words", without_the_last, "lacks digits of the steps from 8"),
+    "words, missing": ("words-*/0-velocity.words", lambda path: path.unlink(), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_record_is_an_error_by_the_file(name: str, tmp_path: pathlib.Path) -> None:
+    pattern, damage, fragment = DAMAGE[name]
+    hg.record(**options(), folder=tmp_path)
+    (path,) = tmp_path.glob(pattern)
+    damage(path)
+    with fails(hg.StorageError, str(path.parent), fragment):
+        hg.record(**options(), folder=tmp_path).rewind(0)
+
+
+def test_an_end_that_was_edited_is_told(tmp_path: pathlib.Path) -> None:
+    hg.record(**options(), folder=tmp_path)
+    with np.load(tmp_path / "end.npz") as archive:
+        arrays = dict(archive)
+    next(x for x in arrays.values() if x.dtype == np.int64 and x.size).flat[0] += 1
+    np.savez(tmp_path / "end.npz", **arrays)
+    with fails(hg.StorageError, "end.npz", "does not match the checksum in record.json"):
+        hg.record(**options(), folder=tmp_path)
+
+
+def test_what_rounds_otherwise_is_found_on_the_way_back(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = hg.record(**options(loss=lambda *a: 3 * NET.loss(*a)), folder=tmp_path)
+    unstep = rewind.unstep
+
+    def lying(*arguments: Any) -> Any:
+        state = unstep(*arguments)
+        return [{n: s._replace(value=s.value._replace(high=s.value.high + 1)) for n, s in own.items()} for own in state]
+
+    monkeypatch.setattr(rewind, "unstep", lying)
+    with fails(hg.ReversalError, "does not lead back to step", "record again"):
+        record.rewind(STEPS - 1)
+
+
+KILLED = """
+    import os, signal, sys
+    sys.path.insert(0, {tests!r})
+    from recorded import *
+    from hypergrad.run import disk, spec
+
+    spec.STORED = SEGMENT
+    whole, left = disk.DiskWords.keep, [2]
+
+    def last(*args):
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        whole(*args)
+
+    disk.DiskWords.keep = last
+    hg.record(**options(), folder=sys.argv[1])
+"""
+
+ELSEWHERE = """
+    import sys
+    sys.path.insert(0, {tests!r})
+    from recorded import *
+    from hypergrad.run import spec
+
+    spec.STORED = SEGMENT
+    hg.train = None
+    record = hg.record(**options(), folder=sys.argv[1])
+    np.savez(sys.argv[2], *jax.tree.leaves(record.rewind(5).params))
+"""
+
+
+def elsewhere(program: str, *arguments: Any) -> int:
+    text = textwrap.dedent(program).format(tests=str(pathlib.Path(__file__).parent))
+    return subprocess.run([sys.executable, "-c", text, *map(str, arguments)], check=False).returncode
+
+
+def test_training_that_was_killed_leaves_no_record(tmp_path: pathlib.Path) -> None:
+    assert elsewhere(KILLED, tmp_path / "a") == -signal.SIGKILL
+    with fails(ValueError, "holds files and no finished record", "Empty it, or name another"):
+        hg.record(**options(), folder=tmp_path / "a")
+
+
+@pytest.mark.of_bits
+def test_another_process_goes_back_to_the_same_bits(tmp_path: pathlib.Path) -> None:
+    record = hg.record(**options(), folder=tmp_path / "a")
+    assert elsewhere(ELSEWHERE, tmp_path / "a", tmp_path / "found.npz") == 0
+    with np.load(tmp_path / "found.npz") as found:
+        assert_same([found[name] for name in found], jax.tree.leaves(record.rewind(5).params))
+
+
+def test_training_that_fails_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    diverging = {"optimizer": hg.SGD(1e6, 0.5)}
+    with fails(hg.HypergradError, "learning rate"):
+        hg.record(**options() | diverging, folder=tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_what_cannot_be_recorded(tmp_path: pathlib.Path) -> None:
+    with fails(ValueError, "a function of t", "hg.host_batches"):
+        hg.record(**options() | {"batches": hg.host_batches(lambda t: NET.data)}, folder=tmp_path)
+    hg.record(**options(), folder=tmp_path / "made")
+    for folder in (tmp_path / "made", tmp_path / "new"):
+        with fails(ValueError, "outside of jax.jit"):
+            jax.jit(lambda p, f=folder: hg.record(**options() | {"params": p}, folder=f).trained.params)(NET.params())
+    (tmp_path / "mine.txt").touch()
+    with fails(ValueError, "holds files and no finished record"):
+        hg.record(**options(), folder=tmp_path)
+    assert disk.Disk(tmp_path).folder == str(tmp_path)
