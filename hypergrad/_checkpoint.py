@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from hypergrad._arrays import largest, packed, unpacked
 from hypergrad._descent import Point
 from hypergrad._folder_owner import Owner
-from hypergrad._processes import in_first, is_first
+from hypergrad._processes import gathered, in_first, is_first
 from hypergrad._run_record import PASSING, RUN, Run, environment, file_entry, read_record
 from hypergrad._safe_files import Damaged, digest, read, sealed
 
@@ -93,6 +93,7 @@ class Folder:
 
     def save(self, hypers: Any, before: Any, point: Point, records: dict[str, Any]) -> None:
         """Commit one more meta-step: its hypers and those before it, the point after it, the records of all "steps"."""
+        hypers, before, point = gathered((hypers, before, point))
         in_first(lambda: self._save(hypers, before, point, records))
 
     def _save(self, hypers: Any, before: Any, point: Point, records: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from hypergrad._checkpoint import Folder
 from hypergrad._descent import Descent, Point
 from hypergrad._evaluate import Evaluation, default_key
 from hypergrad._history import MetaStep, best, recorded, restored
+from hypergrad._processes import whole
 from hypergrad._run_record import Run, library_version
 from hypergrad._safe_files import Damaged
 from hypergrad._stability import Stability, worst_growth
@@ -220,7 +221,7 @@ _SAME, _CLOSE = 1e-6, 1e-2
 
 def _check_start(folder: Folder, there: Any, here: Any) -> None:
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(there), jax.tree.leaves(here), strict=True):
-        if not np.allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), 1e-5, 1e-6):
+        if not np.allclose(whole(a).astype(np.float64), whole(b).astype(np.float64), 1e-5, 1e-6):
             raise ValueError(
                 f"`checkpoint` {folder.path} holds another run: it started from other values of hypers{hyper_path(path)}. "
                 "Pass another folder, or remove this one to start anew."
@@ -244,7 +245,7 @@ def _check_arguments(meta_steps: Any, meta_optimizer: Any, seeds: Any, callbacks
 
 
 def warn_unused(grads: Any) -> None:
-    used = {hyper_path(path): np.any(np.asarray(g) != 0) for path, g in jax.tree_util.tree_leaves_with_path(grads) if g.size}
+    used = {hyper_path(path): np.any(whole(g) != 0) for path, g in jax.tree_util.tree_leaves_with_path(grads) if g.size}
     if not any(used.values()):
         warnings.warn(
             "the hypergradient is exactly zero in every hyperparameter. Either `val_fn` does not depend on them, or it is "

@@ -16,6 +16,7 @@ import wadler_lindig
 from jax import Array
 
 from hypergrad._bounds import at_least
+from hypergrad._processes import whole
 from hypergrad._shown import shown
 from hypergrad.schedules import spread
 
@@ -91,7 +92,7 @@ def at_bounds(hypers: Any) -> tuple[str, ...]:
             continue
         margin = 2.0**-12 * (domain.high - domain.low)
         for inner, x in jax.tree_util.tree_leaves_with_path(domain.natural()):
-            values, where = np.asarray(x), "hypers" + hyper_path((*path, *inner))
+            values, where = whole(x), "hypers" + hyper_path((*path, *inner))
             for name, bound in (("lower", domain.low), ("upper", domain.high)):
                 if count := int(np.sum(np.abs(values - bound) < margin)):
                     of = f"{count} of {values.size} values are" if values.size > 1 else "is"
@@ -170,7 +171,7 @@ def describe_hypers(hypers: Any) -> dict[str, str]:
 def _digest(x: Any) -> str:
     if not eqx.is_array_like(x):
         return type(x).__name__
-    return str(x) if jnp.ndim(x) == 0 else hashlib.sha256(np.asarray(x).tobytes()).hexdigest()[:16]
+    return str(x) if jnp.ndim(x) == 0 else hashlib.sha256(whole(x).tobytes()).hexdigest()[:16]
 
 
 def describe_arrays(tree: Any) -> dict[str, str]:
@@ -203,7 +204,7 @@ def _representable(x: Any, domain: Domain, low: float, high: float) -> Domain:
     for value, stored in zip(given, natural_, strict=True):
         if isinstance(stored, jax.core.Tracer) or bool(jnp.all((stored > low) & (stored < high))):
             continue
-        bad = np.asarray(value).reshape(-1)[int(np.argmin(np.asarray((stored > low) & (stored < high))))]
+        bad = whole(value).reshape(-1)[int(np.argmin(whole((stored > low) & (stored < high))))]
         raise ValueError(
             f"hg.{domain.kind}: {bad!s} cannot be told from an end of ({low:.6g}, {high:.6g}) in {stored.dtype.name}: take "
             "a value further inside, or compute in float64 (jax.enable_x64)."
@@ -218,12 +219,13 @@ def _check_leaves(name: str, x: Any, inside: Callable[[Any], Any], condition: st
             raise TypeError(f"{where} is {describe(leaf)}; a hyperparameter is a float or an array of floats.")
         if isinstance(leaf, jax.core.Tracer):
             continue  # the value is unknown until it runs; log of it is NaN then, which is reported
-        bad = ~np.asarray(inside(np.asarray(leaf, dtype=np.float64)))
+        values = whole(leaf)
+        bad = ~np.asarray(inside(values.astype(np.float64)))
         if bad.any():
             index = np.unravel_index(np.argmax(bad), bad.shape)
             at = f" at index {tuple(int(i) for i in index)}" if bad.ndim else ""
             cure = " An array that reaches an end: clip it to values inside." if bad.ndim else ""
-            raise ValueError(f"{where} must be {condition}; got {np.asarray(leaf)[index]!s}{at}.{cure}")
+            raise ValueError(f"{where} must be {condition}; got {values[index]!s}{at}.{cure}")
 
 
 def _is_real(leaf: Any) -> bool:
