@@ -36,7 +36,6 @@ def test_every_step_is_that_of_a_run_that_ends_there(name: str, tmp_path: pathli
     assert_same(walked[0].params, NET.params())
 
 
-@pytest.mark.long
 @pytest.mark.of_bits
 def test_links_of_other_shapes_than_the_parameters_are_gone_back_on(tmp_path: pathlib.Path) -> None:
     """Shampoo's roots are not of the shape of a weight."""

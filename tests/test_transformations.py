@@ -65,7 +65,6 @@ def test_every_way_of_calling_gives_the_same(numbers: Any) -> None:
     assert_close(together, jax.tree.map(lambda *x: jnp.stack(x), *alone), tolerance)
 
 
-@pytest.mark.long
 @pytest.mark.of_bits
 def test_vmap_outside_of_jit_and_map_give_the_same() -> None:
     lanes = jnp.array([0.1, 0.3]), jnp.array([0.5, 0.9]), jax.random.split(jax.random.key(7), 2)

@@ -96,7 +96,6 @@ def test_auto_is_what_it_chose_bit_for_bit(compile):
     assert slope(hg.Auto("1GiB")) == slope(hg.Reversible())
 
 
-@pytest.mark.long
 def test_auto_takes_what_fits():
     """Of 400 steps one word or two of each parameter are much less than states."""
     plan = planned(DENSE, hg.SGD(0.1, 0.9))
@@ -148,7 +147,6 @@ def test_measured_seconds_and_the_table():
     assert why == "hg.Reversible(): each reversal is checked bit for bit."
 
 
-@pytest.mark.long
 def test_a_long_run_is_measured_on_few_steps():
     steps = 10**6
     batches = hg.full_batch(DENSE.data)

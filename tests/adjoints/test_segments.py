@@ -95,7 +95,6 @@ def test_inside_of_jit_and_vmap(transform: Any, by_hand: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-@pytest.mark.long
 @pytest.mark.of_bits
 def test_running_statistics_and_values_per_step_of_theta(by_hand: Any) -> None:
     def stated(params: Any, theta: Any, batch: Any) -> Any:

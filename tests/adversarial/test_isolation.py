@@ -167,7 +167,6 @@ def test_from_python_gradients_are_taken_apart_too(other_bits: None) -> None:
         jax.grad(lambda i: value(i, "turned", driver="host", isolate=False))(inputs("turned"))
 
 
-@pytest.mark.long
 def test_what_python_trained_may_be_reversed_by_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """`jax.jacrev` traces the way back alone."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)

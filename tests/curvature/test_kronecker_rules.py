@@ -135,7 +135,6 @@ def test_kernels_with_outputs_first_are_those_with_outputs_last() -> None:
         hg.train(net.loss, net.params, hg.KFLR(0.1), hg.full_batch(net.batch), steps=1)
 
 
-@pytest.mark.long
 def test_what_has_no_factors_goes_to_another_rule() -> None:
     net = attention()
     labels = {name: "rest" if name in ("table", "places") else "layers" for name in net.params}

@@ -79,7 +79,6 @@ def test_where_it_does_not_bind_nothing_changes() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), free, loose)
 
 
-@pytest.mark.long
 @some_of("every", [1, 4], 4)
 def test_it_comes_back(every: int) -> None:
     net = dense()

@@ -91,7 +91,6 @@ for name, text, call in [
 """
 
 
-@pytest.mark.long
 def test_errors_are_raised_in_all() -> None:
     outputs = [lines(output, "error") for output in in_processes(FAILS, 2, **QUICK)]
     assert outputs[0] == outputs[1] == [f"{name} True" for name in ("jit", "eager", "optimize", "folder", "host", "words")]

@@ -83,7 +83,6 @@ print("bits same")
 """
 
 
-@pytest.mark.long
 @pytest.mark.of_bits
 def test_trained_on_eight_and_reversed_on_two() -> None:
     assert lines(on_devices(REVERSED_ELSEWHERE, 8), "bits") == ["same"]

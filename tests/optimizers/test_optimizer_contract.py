@@ -153,7 +153,6 @@ class Distance(Base):
     )
 
 
-@pytest.mark.long
 @pytest.mark.of_bits
 def test_what_is_read_may_enter_a_sum() -> None:
     hg.testing.check_optimizer(Distance(0.01), jnp.ones(4))

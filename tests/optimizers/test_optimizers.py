@@ -248,6 +248,5 @@ def test_the_root_that_shampoo_takes_has_its_derivative() -> None:
             check_grads(symmetric, (matrix,), order=1, modes=["fwd", "rev"])
 
 
-@pytest.mark.long
 def test_an_increment_may_read_the_old_value_of_a_link_after_it() -> None:
     hg.testing.check_optimizer(Change(0.1))

@@ -73,7 +73,6 @@ def test_schedule_free_is_evaluated_at_the_average() -> None:
         assert x.dtype == jnp.float32
 
 
-@pytest.mark.long
 def test_adopt_goes_on_without_a_first_step() -> None:
     """Cut in two, the run is the run, but for how far gradients may go."""
     whole = hg.train(loss, params(), hg.ADOPT(0.01), batches(), steps=20)

@@ -104,7 +104,6 @@ def test_under_vmap() -> None:
     np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(end)))(rates), [one(rate) for rate in rates], rtol=1e-8)
 
 
-@pytest.mark.long
 def test_two_estimates_in_one_partition() -> None:
     rule = hg.partition({"w": hg.Sophia(0.01), "b": hg.SophiaG(0.01)}, {"w1": "w", "w2": "w", "b1": "b", "b2": "b"})
     run = hg.train(loss, params(jnp.float64), rule, batches(jnp.float64), steps=3)

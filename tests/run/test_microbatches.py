@@ -184,7 +184,6 @@ def test_certified_by_check_reversal() -> None:
     assert hg.check_reversal(loss, w, hg.Adam(0.1), batches, **given).exact
 
 
-@pytest.mark.long
 def test_remembered_by_a_record(tmp_path: Any) -> None:
     w, batches = hypers(jnp.float32)["w"], hg.stacked(jnp.asarray(X, jnp.float32))
     given = {"theta": jnp.float32(0.05), "microbatches": 4}
