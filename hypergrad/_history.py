@@ -14,7 +14,7 @@ import numpy as np
 from hypergrad import errors
 from hypergrad._forms import misfit, number, shown, text
 from hypergrad._forms import natural as is_natural
-from hypergrad._processes import whole
+from hypergrad._processes import divided
 from hypergrad.errors import Status
 from hypergrad.hypers import at_bounds, hyper_name, natural, split_fixed
 
@@ -70,10 +70,16 @@ def numbers(done: MetaStep) -> dict[str, Any]:
 
 
 def summaries(hypers: Any) -> dict[str, Any]:
-    """Of every learned hyperparameter its value in natural units; of an array its extremes, mean, first and last."""
+    """Of every learned hyperparameter its value in natural units; of an array its extremes, mean, first and last.
+
+    Nothing of one that is divided among processes: one of them may ask alone.
+    """
     found: dict[str, Any] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(natural(split_fixed(hypers)[0])):
-        values = whole(x).astype(np.float64).reshape(-1)
+        if divided(x):
+            found[hyper_name(path)] = {}
+            continue
+        values = np.asarray(x, np.float64).reshape(-1)
         many = (
             {"min": values.min(), "max": values.max(), "mean": values.mean(), "first": values[0], "last": values[-1]}
             if values.size

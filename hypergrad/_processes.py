@@ -44,15 +44,16 @@ def reject_python(driver: str | None, store: Any, source: Any) -> None:
 
 def whole(x: Any) -> np.ndarray:
     """The values of an array, those of other processes too. Where it is divided among them all must ask, and wait."""
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True) if _divided(x) else x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True) if divided(x) else x)
 
 
 def gathered(tree: Any) -> Any:
     """The tree, with what is divided among processes as one array in each."""
-    return jax.tree.map(lambda x: whole(x) if _divided(x) else x, tree)
+    return jax.tree.map(lambda x: whole(x) if divided(x) else x, tree)
 
 
-def _divided(x: Any) -> bool:
+def divided(x: Any) -> bool:
+    """Whether an array has parts that only other processes hold."""
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
         return False
     return not (x.is_fully_addressable or x.is_fully_replicated)

@@ -6,7 +6,7 @@ Invariant: each function is called here, when training is entered, and never aga
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -25,6 +25,7 @@ from hypergrad._problem import Problem
 from hypergrad._program_keys import Key, array_key, equations
 from hypergrad._programs import Program
 from hypergrad._signals import check_signal
+from hypergrad._source import source_of, split_arrays
 from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import STATISTICS
 from hypergrad.optimizers.expand import Hypers
@@ -52,8 +53,8 @@ def trace(problem: Problem) -> Traced:
     theta; its microbatches, what the loss sees of a batch.
     """
     theta, per_step = door.theta_by_steps(problem.theta, problem.steps)
-    (floats, others), whole_theta = _split(theta, eqx.is_inexact_array)
-    source, leaves = _source(problem.batches), jax.tree.leaves(problem.params)
+    (floats, others), whole_theta = split_arrays(theta, eqx.is_inexact_array)
+    source, leaves = source_of(problem.batches), jax.tree.leaves(problem.params)
 
     def given(floats: list[Array], arrays: list[Any], batch: list[Any]) -> tuple[Any, Any]:
         return whole_theta(floats, arrays), source.whole(batch)
@@ -94,39 +95,6 @@ def trace(problem: Problem) -> Traced:
         *_paths("batches", problem.batches, eqx.is_array),
     )
     return Traced(functions, [*floats, *traced], frozen, names, program.out, given, (of_step, others, source.batch.out))
-
-
-class Source(NamedTuple):
-    """A source of batches, as a program of t."""
-
-    batch: Program
-    constants: list[Any]
-    leaves: list[Array]  # arrays that are leaves of the source itself
-    structure: Any  # of what is array-like in a batch
-    others: Any  # what is not
-
-    def whole(self, leaves: list[Any]) -> Any:
-        return eqx.combine(jax.tree.unflatten(self.structure, leaves), self.others)
-
-    @property
-    def equations(self) -> Iterator[Any]:
-        return equations(self.batch.jaxpr)
-
-
-def _source(batches: Any) -> Source:
-    (leaves, _), whole = _split(batches, eqx.is_array)
-    seen: list[Any] = []
-
-    def arrays(leaves: list[Any], t: Array) -> list[Any]:
-        with door.calling_batches(batches):
-            found, others = eqx.partition(whole(leaves, [])(t), eqx.is_array_like)
-        seen.append((jax.tree.structure(found), others))
-        return jax.tree.leaves(found)
-
-    step = jax.ShapeDtypeStruct((), jnp.int32)
-    batch, constants = programs.trace(arrays, leaves, step)
-    door.check_pure(batches, (batch, constants), lambda: programs.trace(arrays, leaves, step))
-    return Source(batch, constants, leaves, *seen[0])
 
 
 def _loss(problem: Problem, given: Callable[..., Any], arguments: Any) -> tuple[Program, list[Any]]:
@@ -173,18 +141,6 @@ def _signals(
                 "part of theta, or of the parameters."
             )
     return Signals(tuple(signals), Program(careful_kernels(program.jaxpr), program.key, program.out), tuple(places)), rest
-
-
-def _split(tree: Any, chosen: Callable[[Any], bool]) -> tuple[tuple[list[Any], list[Any]], Callable[..., Any]]:
-    """((arrays that are chosen, its other arrays), from such lists back to the whole)."""
-    first, rest = eqx.partition(tree, chosen)
-    second, static = eqx.partition(rest, eqx.is_array)
-    structures = [jax.tree.structure(x) for x in (first, second)]
-
-    def whole(*lists: list[Any]) -> Any:
-        return eqx.combine(*map(jax.tree.unflatten, structures, lists), static)
-
-    return (jax.tree.leaves(first), jax.tree.leaves(second)), whole
 
 
 def _paths(name: str, tree: Any, chosen: Callable[[Any], bool]) -> list[str]:

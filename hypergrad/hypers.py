@@ -16,7 +16,7 @@ import wadler_lindig
 from jax import Array
 
 from hypergrad._bounds import at_least
-from hypergrad._processes import whole
+from hypergrad._processes import divided, whole
 from hypergrad._shown import shown
 from hypergrad.schedules import spread
 
@@ -82,7 +82,8 @@ def natural(hypers: Any) -> Any:
 
 
 def at_bounds(hypers: Any) -> tuple[str, ...]:
-    """Which hyperparameters have come close to an end of their interval: a sentence each, none: (). Concrete values only.
+    """Which hyperparameters have come close to an end of their interval: a sentence each, none: (). Concrete values only,
+    and none of what is divided among processes.
 
     Close is 2^-12 of the interval's width: from there the sigmoid has hardly a slope left to come back by.
     """
@@ -92,7 +93,9 @@ def at_bounds(hypers: Any) -> tuple[str, ...]:
             continue
         margin = 2.0**-12 * (domain.high - domain.low)
         for inner, x in jax.tree_util.tree_leaves_with_path(domain.natural()):
-            values, where = whole(x), "hypers" + hyper_path((*path, *inner))
+            if divided(x):  # a process may ask alone
+                continue
+            values, where = np.asarray(x), "hypers" + hyper_path((*path, *inner))
             for name, bound in (("lower", domain.low), ("upper", domain.high)):
                 if count := int(np.sum(np.abs(values - bound) < margin)):
                     of = f"{count} of {values.size} values are" if values.size > 1 else "is"
