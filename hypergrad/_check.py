@@ -25,7 +25,7 @@ from hypergrad.run.forward import Seen, steps_of, theta_of_step, train_step
 from hypergrad.run.per_step import join_steps, split
 from hypergrad.run.plan import by_link, schedules
 from hypergrad.run.spec import Inputs, Run
-from hypergrad.run.status import Capacity, assess, most_words
+from hypergrad.run.status import Capacity, assess, most_words, note
 from hypergrad.run.step import Signals, State, final_values, initial_state, matches_initial, unstep
 
 
@@ -74,7 +74,7 @@ def check_reversal(
     """
     problem = Problem(loss, params, optimizer, batches, theta, steps, state, statistics, None, microbatches)
     run, inputs, _ = set_up(problem, adjoint)
-    run = dataclasses.replace(settled_driver(run, inputs), watch="states")
+    run = dataclasses.replace(settled_driver(run, inputs), watch="states", store=None)
     with own_settings():
         plan = run.outside_loop(schedules, inputs.h)
         words = int(most_words(plan))
@@ -168,7 +168,7 @@ def _judge(
     again: Seen,
     magnitudes: Any,
 ) -> _Judged:
-    status = assess(run, inputs.values, inputs.h, plan, end, seen.losses, capacity)
+    status = assess(run, inputs.values, inputs.h, plan, end, note(run, seen.losses, None, 0), capacity)
     found = matches_initial(run, inputs.values, last) & all_of(seen.losses == again.losses)
     first, largest = magnitudes
     return _Judged(status, _content(run, inputs, plan, end), jnp.maximum(first, largest.max()), found)
@@ -186,7 +186,9 @@ def _content(run: Run, inputs: Inputs, plan: Any, end: State) -> Any:
     for block, values, slots, own in zip(run.blocks, inputs.values, end, by_link(run, plan), strict=True):
         for link in block.chain:
             if link.decay:
-                total += values[link.name].size * block.buffer(link).length(slots[link.name].digits, own[link.name].words)
+                total += values[link.name].size * block.buffer(link).length(
+                    slots[link.name].digits, own[link.name].end.words
+                )
     return total / sum(inputs.values[j][PARAMS].size for j in run.parameters) / run.steps
 
 

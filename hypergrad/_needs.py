@@ -84,7 +84,7 @@ def untrained(adjoint: Adjoint, run: Run, inputs: Inputs) -> Outcome:
 def _needs(run: Run, inputs: Inputs, adjoint: Adjoint) -> Iterator[Need]:
     for j, link in traced_decays(run, inputs.h):
         n = link_numerators(link, inputs.h[j], run.steps)
-        words = run.blocks[j].buffer(link).schedule(n, link.denominator).words
+        words = run.blocks[j].buffer(link).schedule(n, link.denominator).end.words
         bits = jnp.log2(link.denominator / n.min()) if adjoint.cuts else jnp.float64(0)
         known = jnp.isfinite(inputs.h[j][str(link.decay)]).all()
         yield Need(link.name, inputs.values[j][link.name].size, jnp.where(known, words, UNKNOWN), bits)

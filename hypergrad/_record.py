@@ -49,10 +49,10 @@ from hypergrad.adjoints.stored import buffers_of, spans
 from hypergrad.errors import ReversalError, StorageError
 from hypergrad.run.disk import DiskWords
 from hypergrad.run.fingerprints import state_prints
-from hypergrad.run.forward import Seen
-from hypergrad.run.plan import Plan
+from hypergrad.run.plan import marks, numerators
 from hypergrad.run.rewind import rewound
-from hypergrad.run.status import Outcome
+from hypergrad.run.spec import Inputs, Run
+from hypergrad.run.status import Outcome, note
 from hypergrad.run.step import State, final_values, refilled, without_words
 
 
@@ -110,8 +110,7 @@ class Record:
             (end,) = opened(folder, END, largest(like), whole).values()
             self._end: End = end
             self._words = DiskWords.of_before(folder / str(name), buffers_of(run, first))
-            seen = Seen(end.losses, end.batches)
-            self._outcome = outcome_of(run, inputs, self._plan, end.state, seen, end.sizes)
+            self._outcome = outcome_of(run, inputs, self._plan, end.state, end.losses, end.noted)
         self.trained = put_together(run, self._about, self._outcome, run.steps, made.given["state"], jnp.bool_(True))
 
     def rewind(self, step: int) -> Trained:
@@ -154,12 +153,12 @@ class Record:
             plan, first, _ = begin(run, inputs)
             if _shapes(first) != _shapes(state):
                 raise ValueError("`optimizer` must have the accumulators of the recorded run; it has others.")
-            self._same_units(plan, step)
+            self._same_units(run, inputs, step)
             losses = self._end.losses[:step]
             if length := run.steps - step:
                 state, late = run.segment(train_on, inputs, plan, state, jnp.int32(step), static=(length,))
-                losses = jnp.concatenate([losses, late[0].losses])
-            outcome = outcome_of(run, inputs, plan, state, Seen(losses, None), None)
+                losses = jnp.concatenate([losses, late])
+            outcome = outcome_of(run, inputs, plan, state, losses, note(run, losses, None, 0))
         if not outcome.status.ok:
             raise outcome.status.error()
         return put_together(run, about, outcome, run.steps, made.given["state"], jnp.bool_(True))
@@ -192,21 +191,22 @@ class Record:
                 return
             with own_settings():
                 state = refilled(run, state, self._words.take(first))
-                start = self._back(state, first, first + length, first)
+                start = self._back(state, k, first + length, first)
                 if not (run.segment(state_prints, start) == self._end.starts[k]).all():
                     raise self._error(first)
             last = first + length
             while missing and missing[0] >= first:
                 step = missing.popleft()
                 with own_settings():
-                    state, last = self._back(state, first, last, step), step
+                    state, last = self._back(state, k, last, step), step
                 yield step, without_words(run, state)
             state = without_words(run, start)
 
-    def _back(self, state: State, first: int, last: int, step: int) -> State:
-        entries = [schedule.entries for schedule in self._plan]
+    def _back(self, state: State, segment: int, last: int, step: int) -> State:
+        first, length = (own[segment] for own in spans(self._run))
+        arguments = self._inputs, marks(self._plan, segment), self._end.losses, state
         numbers = (jnp.int32(x) for x in (first, last, last - step))
-        state, same = self._run.segment(rewound, self._inputs, entries, self._end.losses, state, *numbers)
+        state, same = self._run.segment(rewound, *arguments, *numbers, static=(length,))
         if not same:
             raise self._error(first)
         return state
@@ -218,10 +218,10 @@ class Record:
             "otherwise: open it where it was made, or record again."
         )
 
-    def _same_units(self, plan: Plan, step: int) -> None:
-        for old, new in zip(self._plan, plan, strict=True):
-            pairs = zip(jax.tree.leaves(old.entries), jax.tree.leaves(new.entries), strict=True)
-            if not all(np.array_equal(a[:step], b[:step]) for a, b in pairs):
+    def _same_units(self, run: Run, inputs: Inputs, step: int) -> None:
+        there, here = (one.outside_loop(numerators, own.h) for one, own in ((self._run, self._inputs), (run, inputs)))
+        for old, new in zip(there, here, strict=True):
+            if not np.array_equal(old[:step], new[:step]):
                 raise ValueError(
                     f"the decays (momenta) of the steps before {step} must be those of the recorded run, in whose units its "
                     "state is; change them from there on, by hg.PerStep."

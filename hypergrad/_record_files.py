@@ -29,15 +29,15 @@ from hypergrad.errors import StorageError
 from hypergrad.optimizers.expand import concrete
 from hypergrad.run.disk import DiskWords
 from hypergrad.run.fingerprints import state_prints
-from hypergrad.run.forward import Seen, Span, forward, steps_of
-from hypergrad.run.plan import Plan, schedules
+from hypergrad.run.forward import forward, steps_of, steps_within
+from hypergrad.run.plan import Plan, Span, marks, schedules
 from hypergrad.run.spec import Inputs, Run
-from hypergrad.run.status import Capacity, Outcome, assess, nothing_kept
+from hypergrad.run.status import Capacity, Noted, Outcome, assess, note, nothing_kept
 from hypergrad.run.step import State, final_values, initial_state
 
 
 NAME, END = "record.json", "end.npz"
-FORMAT = 2  # of `prints`, too
+FORMAT = 3  # of `prints`, too
 
 
 class Made(NamedTuple):
@@ -67,7 +67,7 @@ class End(NamedTuple):
     state: State
     losses: Array
     batches: Array | None
-    sizes: Array
+    noted: Noted
     starts: Array  # prints of the state before each segment: uint64 [segments, places]
 
 
@@ -92,13 +92,13 @@ def _keep(run: Run, inputs: Inputs, folder: pathlib.Path) -> None:
     with own_settings():
         plan, state, capacity = begin(run, inputs)
         prints = lambda state: starts.append(run.segment(state_prints, state))  # noqa: E731
-        words, end, seen, sizes = store_segments(run, capacity, inputs, state, plan, prints)
-        outcome = outcome_of(run, inputs, plan, end, seen, sizes)
+        words, end, seen, noted = store_segments(run, capacity, inputs, state, plan, prints)
+        outcome = outcome_of(run, inputs, plan, end, seen.losses, noted)
     if not outcome.status.ok:
         raise outcome.status.error()
     assert isinstance(words, DiskWords)
     try:
-        content = packed({"end": End(end, seen.losses, seen.batches, sizes, jnp.stack(starts))})
+        content = packed({"end": End(end, seen.losses, seen.batches, noted, jnp.stack(starts))})
         about = {"format": FORMAT, "words": words.folder.name, "end": digest(content), "prints": prints_of(run, inputs)}
         write_new(folder / END, content)
         write_new(folder / NAME, sealed(about))
@@ -114,37 +114,38 @@ def run_of(made: Made, folder: pathlib.Path) -> tuple[Run, Inputs, About]:
 
 
 def begin(run: Run, inputs: Inputs) -> tuple[Plan, State, Capacity]:
-    return *run.segment(_begin, inputs.values, inputs.h), capacities(run, inputs.h, None)
+    return *run.outside_loop(_begin, inputs.values, inputs.h), capacities(run, inputs.h, None)
 
 
 def _begin(run: Run, values: Any, h: Any) -> tuple[Plan, State]:
     return schedules(run, h), initial_state(run, values, nothing_kept(run))
 
 
-def outcome_of(run: Run, inputs: Inputs, plan: Plan, end: State, seen: Seen, sizes: Array | None) -> Outcome:
-    return run.segment(_outcome, inputs.values, inputs.h, plan, end, seen.losses, sizes)
+def outcome_of(run: Run, inputs: Inputs, plan: Plan, end: State, losses: Array, noted: Noted) -> Outcome:
+    return run.segment(_outcome, inputs.values, inputs.h, plan, end, losses, noted)
 
 
-def _outcome(run: Run, values: Any, h: Any, plan: Plan, end: State, losses: Array, sizes: Array | None) -> Outcome:
-    status = assess(run, values, h, plan, end, losses, nothing_kept(run), sizes)
-    return Outcome(final_values(run, end), losses, status)
+def _outcome(run: Run, values: Any, h: Any, plan: Plan, end: State, losses: Array, noted: Noted) -> Outcome:
+    return Outcome(final_values(run, end), losses, assess(run, values, h, plan, end, noted, nothing_kept(run)))
 
 
-def train_on(
-    run: Run, length: int, inputs: Inputs, plan: Plan, state: State, first: Array
-) -> tuple[State, tuple[Seen, Array]]:
-    end, *seen = forward(run, inputs, state, steps_of(run, inputs, [s.entries for s in plan], Span(first, length)))
-    return end, tuple(seen)  # type: ignore[return-value]
+def train_on(run: Run, length: int, inputs: Inputs, plan: Plan, state: State, first: Array) -> tuple[State, Array]:
+    """(the end, the losses), of a run that is in one piece."""
+    xs = Span(first, length).of(steps_of(run, inputs, [schedule.entries for schedule in plan]))
+    end, seen, _ = forward(run, inputs, state, xs)
+    return end, seen.losses
 
 
 def like_end(run: Run, inputs: Inputs, plan: Plan, first: State) -> End:
     """Of what is in end.npz, the shapes and types."""
     inner = dataclasses.replace(run, store=None)
-    one = lambda inputs, plan, state: train_on(inner, run.steps, inputs, plan, state, jnp.int32(0))  # noqa: E731
-    end, (seen, sizes) = jax.eval_shape(one, inputs, plan, first)
-    starts = jax.eval_shape(lambda state: jnp.stack([state_prints(inner, state)] * len(run.emptied)), first)
-    zeros = lambda x: np.zeros(x.shape, x.dtype)  # noqa: E731
-    return jax.tree.map(zeros, End(end, seen.losses, seen.batches, sizes, starts))
+
+    def made(inputs: Inputs, plan: Plan, state: State) -> End:
+        end, seen, sizes = forward(inner, inputs, state, steps_within(inner, inputs, marks(plan, 0), Span(0, run.steps)))
+        starts = jnp.stack([state_prints(inner, state)] * len(run.emptied))
+        return End(end, seen.losses, seen.batches, note(inner, seen.losses, sizes, jnp.int32(0)), starts)
+
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(made, inputs, plan, first))
 
 
 def unchanged(content: bytes, print_: Any) -> bytes:

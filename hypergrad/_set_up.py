@@ -26,7 +26,7 @@ from hypergrad.exact import grid_range
 from hypergrad.optimizers.block import Block, decided, statistics_in
 from hypergrad.optimizers.chain import STATISTICS
 from hypergrad.optimizers.expand import decay_interval
-from hypergrad.optimizers.lay_out import LaidOut, lay_out, shared, with_statistics
+from hypergrad.optimizers.lay_out import LaidOut, common, lay_out, shared, with_statistics
 from hypergrad.optimizers.partition import Layer
 from hypergrad.optimizers.statistics import Statistics
 from hypergrad.run.functions import Functions
@@ -50,7 +50,8 @@ def set_up(problem: Problem, adjoint: Adjoint = Reversible(), throw: bool = True
     _, params, optimizer, _, _, steps, _, means, metric, parts = problem
     traced = _traced(problem)
     out = _laid_out(problem, adjoint)
-    of_one_step = jax.eval_shape(lambda h: one_step(h, steps), out.h)
+    h = [{**own, **flat} for own, flat in zip(out.h, out.per_step, strict=True)]
+    of_one_step = jax.eval_shape(lambda h: one_step(h, steps), h)
     statistics_tree = None if means is None else jax.tree.structure(means.values)
     seen = _statistics_like(statistics_tree, out.values)
     if traced.functions.signals is not None:
@@ -73,6 +74,7 @@ def set_up(problem: Problem, adjoint: Adjoint = Reversible(), throw: bool = True
         linear=linear,
         isolate=_apart(adjoint, linear),
         shared=shared(blocks, out.alike),
+        common=common(h),
         statistics_tree=statistics_tree,
         source=source,
         progress=adjoint.progress,
@@ -81,7 +83,7 @@ def set_up(problem: Problem, adjoint: Adjoint = Reversible(), throw: bool = True
         microbatches=parts,
     )
     run = with_foreign(run, out.values, of_one_step, seen)
-    inputs = Inputs(out.values, out.h, traced.theta, traced.frozen)
+    inputs = Inputs(out.values, h, traced.theta, traced.frozen)
     return run, inputs, About(out.layers, jax.tree.structure(params), statistics_tree)
 
 

@@ -24,6 +24,7 @@ from hypergrad.optimizers.chain import PARAMS
 from hypergrad.optimizers.expand import concrete
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Outcome
+from hypergrad.run.stores import Host
 
 
 ROADS: tuple[Adjoint, ...] = (Reversible(), Checkpointed())  # in the order in which `Auto` would take them
@@ -121,16 +122,26 @@ Wanted = tuple[bool, ...]  # which leaves of (values, h, theta) are differentiat
 def room(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> Room:
     """Of the derivative of one run: as XLA allots it for the program compiled for all steps.
 
-    With buffer="host" the device holds one word of each link, and the host all: the words are those of the schedule.
+    With buffer="host" the host holds the words of the schedule, and the device those of one segment.
     """
     if adjoint.buffer == "gmpy2":
         raise ValueError('hg.plan knows nothing of buffer="gmpy2", whose integers are Python\'s: take "device" or "host".')
     if adjoint.buffer == "host":
-        # The same loop with its words on the device, less the words: nothing else about it is another.
-        on_device = Reversible(fraction_bits=adjoint.fraction_bits)
-        whole, words = room(on_device, run, inputs, wanted), words_of(run, inputs)
-        return Room(max(whole.device - words, 0), words)
+        run = dataclasses.replace(run, store=Host(), traced=True)
+        size = derivative(adjoint, run, inputs, wanted).memory_analysis()
+        together = 0 if size.host_temp_size_in_bytes else stacked(run, inputs)  # on a CPU, host and device are one
+        return Room(size.temp_size_in_bytes - together, words_of(run, inputs))
     return Room(derivative(adjoint, run, inputs, wanted).memory_analysis().temp_size_in_bytes)
+
+
+def stacked(run: Run, inputs: Inputs) -> int:
+    """Bytes that a program sends to host memory: of whole segments, room for words, and losses."""
+    with own_settings():
+        found = capacities(run, inputs.h, None)
+    rows = zip(run.blocks, inputs.values, found, strict=True)
+    words = sum((n or 0) * own[k.name].size for b, own, row in rows for k, n in zip(b.chain, row, strict=True))
+    loss = jax.tree.leaves(run.functions.loss.out)[0].dtype.itemsize
+    return run.steps // run.stride * (words * WORD_BITS // 8 + loss * run.stride)
 
 
 def words_of(run: Run, inputs: Inputs) -> int:
@@ -144,7 +155,8 @@ def words_of(run: Run, inputs: Inputs) -> int:
 
 def derivative(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> Any:
     """The compiled program of `inputs` that trains and gives the cotangents that are wanted; found again for equal runs."""
-    run = dataclasses.replace(run, throw=False, driver="scan", store=None, source=None, progress=None)
+    store = run.store if run.traced else None
+    run = dataclasses.replace(run, throw=False, driver="scan", store=store, source=None, progress=None)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), inputs)
     # What is known to begin with zeros is a constant, as in a user's program: XLA sets no room aside for its integers.
     zeros = tuple(concrete(x) and not np.any(np.asarray(x)) for x in jax.tree.leaves(inputs.values))

@@ -60,7 +60,6 @@ class Reversed(NamedTuple):
 
     start: State
     ct: Cotangents
-    seen: Seen  # computed again: whoever drops the losses changes what XLA fuses with the gradient, and its bits
     watched: dict[str, Any]  # what `Run.watch` asks for, each with a leading axis of steps
     doubted: Array | None = None  # `doubt`, and whether it arose
 
@@ -110,7 +109,7 @@ class Undone(NamedTuple):
     ct: Cotangents  # of the values before the step, up to the decays that are `pending`; of h of this step alone
     dtheta: list[Array]  # of the step's own of theta
     pending: list[dict[str, Array]]
-    seen: Seen
+    seen: Seen  # computed again: whoever drops the loss changes what XLA fuses with the gradient, and its bits
     asymmetry: Array | None
     doubt: Array | None
 
@@ -228,27 +227,32 @@ def begin(run: Run, inputs: Inputs, end: State, ct: Cotangents, pushed: Pushed, 
     ct: of what comes out. doubt, bool []: whether to compute each gradient apart from its derivative all the same; False:
     from the first on that comes out otherwise there. None: as the run says.
     """
-    constant, stepped = run.outside_loop(split, inputs.h)
+    constant, first = run.outside_loop(_split_first, inputs.h)
     theta, _ = run.functions.theta.parted(inputs.theta)
-    ones = jax.tree.map(jnp.ones_like, (constant, jax.tree.map(lambda x: x[0], stepped)))
+    ones = jax.tree.map(jnp.ones_like, (constant, first))
     pending = [decays(b, delayed_links(run, b), hj) for b, hj in zip(run.blocks, join_steps(*ones), strict=True)]
     carry = (end, (ct.z, pending, jax.tree.map(jnp.zeros_like, constant), ct.theta), doubt)
     return (constant, theta, _largest((ct.z, pushed)), inputs.frozen), carry
 
 
+def _split_first(run: Run, h: list[Hypers]) -> tuple[list[Hypers], list[Hypers]]:
+    """`split`, of which one step."""
+    constant, stepped = split(run, h)
+    return constant, jax.tree.map(lambda x: x[0], stepped)
+
+
 def finish(run: Run, wanted: tuple[bool, ...], inputs: Inputs, ct: Cotangents, carry: Any, found: Any) -> Reversed:
-    """What the way back comes to; ct: with which it began; found: of the last steps, as many as were undone."""
-    (start, (dz, pending, dconstant, dtheta), doubted), (of_steps, again, watched) = carry, found
-    missing = run.steps - again.losses.shape[0]
-    if missing:
-        of_steps = jax.tree.map(lambda x: jnp.pad(x, [(missing, 0)] + [(0, 0)] * (x.ndim - 1)), of_steps)
+    """What the way back comes to; ct: with which it began; found: (cotangents, what was watched) of the steps undone."""
+    (start, (dz, pending, dconstant, dtheta), doubted), (of_steps, watched) = carry, found
+    if run.undone:
+        of_steps = jax.tree.map(lambda x: jnp.pad(x, [(run.undone, 0)] + [(0, 0)] * (x.ndim - 1)), of_steps)
     dstepped, dtheta_stepped = of_steps
     of_wanted = StepTheta(tuple(chosen(wanted, run.functions.theta.stepped)))
     dtheta = of_wanted.together(dtheta, dtheta_stepped)
-    dh = run.outside_loop(_joined, dconstant, dstepped, inputs.h)
+    dh = _joined(run, dconstant, dstepped, inputs.h)
     if run.watch in ("norms", "growth"):
         watched["norms"] = jax.tree.map(lambda before, last: jnp.append(before, last), watched["norms"], _norms(run, ct.z))
-    return Reversed(start, Cotangents(list(map(decayed, dz, pending)), dh, dtheta), again, watched, doubted)
+    return Reversed(start, Cotangents(list(map(decayed, dz, pending)), dh, dtheta), watched, doubted)
 
 
 def _watched(run: Run, done: Undone) -> dict[str, Any]:
@@ -286,8 +290,15 @@ def _largest(cotangents: Any) -> Array:
 
 def _joined(run: Run, dconstant: list[Hypers], dstepped: list[Hypers], h: list[Hypers]) -> list[Hypers]:
     """The inverse of `split`: cotangents like h."""
-    dh = join_steps(dconstant, dstepped)
-    return [{k: d.reshape(own[k].shape) for k, d in dj.items()} for dj, own in zip(dh, h, strict=True)]
+    dh, like = join_steps(dconstant, dstepped), [jax.tree.map(jnp.shape, own) for own in h]
+    squeezed = [{k: d for k, d in dj.items() if d.shape != own[k]} for dj, own in zip(dh, like, strict=True)]
+    shapes = tuple(tuple(own[k] for k in dj) for dj, own in zip(squeezed, like, strict=True))
+    return join_steps(dh, run.outside_loop(_reshaped, squeezed, static=(shapes,)))
+
+
+def _reshaped(_: Run, shapes: tuple[tuple[tuple[int, ...], ...], ...], dh: list[Hypers]) -> list[Hypers]:
+    """Of each block and hyperparameter."""
+    return [dict(zip(own, map(jnp.reshape, own.values(), new), strict=True)) for own, new in zip(dh, shapes, strict=True)]
 
 
 def _norms(run: Run, dz: list[Floats]) -> dict[str, Array]:

@@ -19,13 +19,14 @@ from hypergrad.adjoints.second_order import accumulator, chosen, merged
 from hypergrad.adjoints.segments import Way, joined, replay, undo_segments
 from hypergrad.adjoints.stored import Stacks, stack_segments, store_segments, undo_stacked, undo_stored
 from hypergrad.adjoints.traced import batched_apart, once
-from hypergrad.exact import all_of
+from hypergrad.errors import Status
+from hypergrad.exact import Mark
 from hypergrad.optimizers.block import Floats, statistics_in
 from hypergrad.optimizers.expand import concrete
-from hypergrad.run.forward import Seen, Span, forward, steps_of
-from hypergrad.run.plan import Plan, schedules
+from hypergrad.run.forward import Seen, forward, steps_of, steps_within
+from hypergrad.run.plan import Plan, Span, marks, schedules
 from hypergrad.run.spec import Inputs, Run
-from hypergrad.run.status import Capacity, Outcome, assess, nothing_kept
+from hypergrad.run.status import Capacity, Noted, Outcome, assess, note, nothing_kept
 from hypergrad.run.step import (
     State,
     capacity_of,
@@ -79,6 +80,8 @@ def _known(arrays: Any) -> bool:
 def run_forward(run: Run, capacity: Capacity | None, inputs: Inputs) -> tuple[Outcome, Ends, Array | None]:
     """capacity: None to keep nothing of what decays lose, for a run that nobody reverses. Also the prints of batches."""
     run = settled_driver(run, inputs)
+    if capacity is None:  # nothing is stored
+        run = dataclasses.replace(run, store=None)
     with own_settings():
         if not _known(inputs):
             return once(batched_apart(_forward_pass, forward=True))(run, capacity, inputs)
@@ -93,25 +96,30 @@ def _forward_pass(run: Run, capacity: Capacity | None, inputs: Inputs) -> tuple[
     middle = kept = None
     if run.store is not None and capacity is not None:
         store: Any = store_segments if run.from_python else stack_segments
-        words, end, seen, sizes = store(run, capacity, inputs, state, plan)
+        words, end, seen, noted = store(run, capacity, inputs, state, plan)
     else:
-        kept, middle, end, seen, sizes = _in_segments(run, capacity, inputs, state, [schedule.entries for schedule in plan])
-    arguments = inputs.values, inputs.h, plan, _integers(end), seen.losses, sizes
-    outcome = run.outside_loop(_outcome, *arguments, static=(capacity,))
-    return outcome._replace(metrics=seen.metrics), Ends(end, middle, kept, words, plan), seen.batches
+        kept, middle, end, seen, sizes = _in_segments(run, capacity, inputs, state, plan)
+        noted = run.outside_loop(note, seen.losses, sizes, jnp.int32(0))
+    arguments = inputs.values, inputs.h, plan, _integers(end), noted
+    values, status = run.outside_loop(_outcome, *arguments, static=(capacity,))
+    return Outcome(values, seen.losses, status, seen.metrics), Ends(end, middle, kept, words, plan), seen.batches
 
 
 def _in_segments(
-    run: Run, capacity: Capacity | None, inputs: Inputs, state: State, entries: Any
+    run: Run, capacity: Capacity | None, inputs: Inputs, state: State, plan: Plan
 ) -> tuple[State | None, State | None, State, Seen, Array]:
     """(the states before the segments up to `Run.first`, the state there, and `forward` of all steps)."""
     if not run.first:
-        return None, None, *forward(run, inputs, state, steps_of(run, inputs, entries))
+        return None, None, *forward(run, inputs, state, steps_of(run, inputs, [schedule.entries for schedule in plan]))
     count = run.segments[0] if run.segments else 1
-    middle, kept, early = replay(run, inputs, entries, state, 0, count, run.first // count)
+    middle, kept, early = replay(run, inputs, plan, state, 0, count, run.first // count)
     last = middle if capacity is None else with_words(run, middle, capacity)
-    end, *late = forward(run, inputs, last, steps_of(run, inputs, entries, Span(run.first, run.steps - run.first)))
+    end, *late = forward(run, inputs, last, steps_within(run, inputs, *_last_segment(run, plan)))
     return kept if run.segments else None, middle, end, *joined(early, tuple(late))
+
+
+def _last_segment(run: Run, plan: Plan) -> tuple[list[Mark], Span]:
+    return marks(plan, run.first // run.stride), Span(run.first, run.steps - run.first)
 
 
 def _integers(state: State) -> State:
@@ -125,10 +133,10 @@ def _begin(run: Run, capacity: Capacity | None, values: Any, h: Any) -> tuple[An
 
 
 def _outcome(
-    run: Run, capacity: Capacity | None, values: Any, h: Any, plan: Any, end: State, losses: Array, sizes: Array
-) -> Outcome:
-    status = assess(run, values, h, plan, end, losses, capacity or nothing_kept(run), sizes)
-    return Outcome(final_values(run, end), losses, status)
+    run: Run, capacity: Capacity | None, values: Any, h: Any, plan: Any, end: State, noted: Noted
+) -> tuple[list[Floats], Status]:
+    status = assess(run, values, h, plan, end, noted, capacity or nothing_kept(run))
+    return final_values(run, end), status
 
 
 class Back(NamedTuple):
@@ -179,8 +187,7 @@ def _backward_pass(
     summed = tuple(w and not s for w, s in zip(wanted.theta, run.functions.theta.stepped, strict=True))
     zero = run.outside_loop(_begin_back, inputs, dvalues, static=(wanted, summed))
     consts, carry = begin(run, inputs, ends.last, zero, pushed, doubt)
-    entries = [schedule.entries for schedule in ends.plan]
-    way = Way(run, wanted.theta, inputs, entries, pushed, consts, capacity_of(run, ends.last))
+    way = Way(run, wanted.theta, inputs, pushed, consts, seen, ends.plan, capacity_of(run, ends.last))
     met = None
     if isinstance(ends.words, Stacks):
         carry, of_steps = undo_stacked(way, ends.words, carry)
@@ -190,15 +197,19 @@ def _backward_pass(
         carry, of_steps, met = _by_segments(way, ends, carry)
     else:
         carry, of_steps = way.undo(carry)
-    back = finish(run, wanted.theta, inputs, zero, carry, of_steps)
-    gradients, found = run.outside_loop(_gradients, inputs, back, seen, met, static=(wanted,))
-    return Back(gradients, found, back.watched, jnp.bool_(False) if back.doubted is None else back.doubted)
+    back = finish(run, wanted.theta, inputs, zero, carry, of_steps[:2])
+    without = back._replace(ct=back.ct._replace(h=[]), watched={})  # what passes through a program is there twice
+    (dvalues, dtheta), found = run.outside_loop(_gradients, inputs, without, of_steps.same, met, static=(wanted,))
+    return Back(
+        (dvalues, back.ct.h, dtheta), found, back.watched, jnp.bool_(False) if back.doubted is None else back.doubted
+    )
 
 
 def _by_segments(way: Way, ends: Ends, carry: Any) -> tuple[Any, Any, Array]:
     """The last segment, from its end; then those before it, if they are to be undone. Also whether all states were met."""
     run = way.run
-    (state, *rest), found = way.undo(carry, Span(run.first, run.steps - run.first))
+    before, span = _last_segment(run, way.plan)
+    (state, *rest), found = way._replace(seen=span.of(way.seen)).undo_within(carry, before, span)
     assert ends.middle is not None
     met = matches(run, ends.middle, state)
     carry = (without_words(run, state), *rest)
@@ -226,38 +237,22 @@ def _begin_back(run: Run, wanted: Wanted, summed: tuple[bool, ...], inputs: Inpu
         for block, own in zip(run.blocks, dvalues, strict=True)
     ]
     dtheta = [jnp.zeros(x.shape, accumulator(x)) for x in chosen(summed, inputs.theta)]
-    return Cotangents(dz, jax.tree.map(jnp.zeros_like, inputs.h), dtheta)
+    return Cotangents(dz, [], dtheta)
 
 
 def _gradients(
-    run: Run, wanted: Wanted, inputs: Inputs, back: Reversed, seen: Seen, met: Array | None
-) -> tuple[tuple[Any, Any, Any], Array]:
-    """Of values, hyperparameters and theta; and `Back.found`. met: of each block and link, whether the states between
-    segments were."""
-    losses = all_of(_same(seen.losses[run.undone :], back.seen.losses, run.isolate))
-    batches = jnp.bool_(True)
-    if seen.batches is not None and back.seen.batches is not None:
-        batches = all_of(jnp.equal(seen.batches[run.undone :], back.seen.batches))
+    run: Run, wanted: Wanted, inputs: Inputs, back: Reversed, same: Array, met: Array | None
+) -> tuple[tuple[Any, Any], Array]:
+    """Of values and theta; and `Back.found`. same: as `OfSteps` has it. met: of each block and link,
+    whether the states between segments were."""
     if not run.undone:
         initial = matches_initial(run, inputs.values, back.start)
         met = initial if met is None else met & initial
     assert met is not None
-    found = jnp.concatenate([met, jnp.stack([losses, batches])])
+    found = jnp.concatenate([met, same.all(0)])
     whole: list[Floats] = [{} for _ in back.ct.z] if run.undone else back.ct.z  # not of what came before
     of_each = zip(inputs.values, whole, strict=True)
     dvalues = [{k: dz[k].astype(x.dtype) if dz else jnp.zeros_like(x) for k, x in own.items()} for own, dz in of_each]
     dtheta = merged(wanted.theta, back.ct.theta, jax.tree.map(jnp.zeros_like, inputs.theta))
     dtheta = [d.astype(x.dtype) for d, x in zip(dtheta, inputs.theta, strict=True)]
-    return (dvalues, back.ct.h, dtheta), found
-
-
-def _same(losses: Array, again: Array, exactly: bool) -> Array:
-    """Whether both passes saw the same losses: bit for bit, or where they come from beside a derivative half of their
-    digits.
-
-    A batch may differ where the gradient does not.
-    """
-    if exactly:
-        return jnp.equal(losses, again)
-    tolerance = float(jnp.finfo(losses.dtype).eps) ** 0.5
-    return jnp.abs(losses - again) <= tolerance * jnp.maximum(jnp.abs(losses), jnp.abs(again))
+    return (dvalues, dtheta), found

@@ -193,6 +193,7 @@ def _run_bwd(run: Run, room: Room, residuals: Residuals, ct: Outcome) -> tuple[A
         trace(status, residuals.seen.losses, **back.watched)
     ok = surface(status, run.throw, logarithms(back.watched["norms"]) if run.watch == "growth" else None)
     dvalues, dh, dtheta = mask(ok, back.gradients)
+    dh = [{key: own.get(key) for key in h} for own, h in zip(dh, inputs.h, strict=True)]  # None: it is in another block's
     return dvalues, dh, dtheta, None
 
 

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.adjoints.backward import Pushed, undo
-from hypergrad.run.forward import Seen, Span, forward, steps_of
+from hypergrad.exact import Mark, all_of
+from hypergrad.optimizers.expand import Hypers
+from hypergrad.run.forward import Seen, forward, steps_of, steps_within
+from hypergrad.run.plan import Plan, Span, marks
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Capacity
 from hypergrad.run.step import State, matches, with_words, without_words
@@ -23,23 +26,82 @@ class Way(NamedTuple):
     run: Run
     wanted: tuple[bool, ...]
     inputs: Inputs
-    entries: list[Any]  # of all steps, for each schedule
     pushed: Pushed
     consts: Any  # as `begin` gives them
-    capacity: Capacity
+    seen: Seen  # on the way out
+    plan: Plan = []  # noqa: RUF012 (never changed)
+    capacity: Capacity = ()
 
-    def undo(self, carry: Any, span: Span | None = None) -> tuple[Any, Any]:
-        xs = steps_of(self.run, self.inputs, self.entries, span, self.pushed)
-        return undo(self.run, self.wanted, self.consts, carry, xs)
+    def undo(self, carry: Any) -> tuple[Any, "OfSteps"]:
+        """All steps of a run that is in one piece."""
+        xs = steps_of(self.run, self.inputs, [schedule.entries for schedule in self.plan], self.pushed)
+        return self._undo(carry, xs)
+
+    def undo_within(self, carry: Any, before: list[Mark], span: Span) -> tuple[Any, "OfSteps"]:
+        """Steps in a row. before: where schedules stand; `Way.seen` is of these steps alone."""
+        carry, found = self._undo(carry, steps_within(self.run, self.inputs, before, span, self.pushed))
+        dh, dtheta = found.cotangents
+        return carry, found._replace(cotangents=(self.run.outside_loop(_added_up, dh), dtheta))
+
+    def _undo(self, carry: Any, xs: Any) -> tuple[Any, "OfSteps"]:
+        carry, (cotangents, again, watched) = undo(self.run, self.wanted, self.consts, carry, xs)
+        return carry, OfSteps(cotangents, watched, self.run.outside_loop(_agree, self.seen, again))
+
+
+class OfSteps(NamedTuple):
+    """What the way back finds of steps in a row."""
+
+    cotangents: Any  # of what has an axis of steps
+    watched: dict[str, Any]
+    same: Array  # bool [segments, 2]: whether the losses, and the batches, were those of the way out
+
+
+def _added_up(run: Run, dh: list[Hypers]) -> list[Hypers]:
+    """Of what blocks have in common the whole is that of the first, and the others have none: for many blocks, a cotangent
+    of one rate for each step is more than all else.
+
+    From the last block to the first, as JAX adds up what the blocks of a run in one piece have: the same bits.
+    """
+    totals: dict[int, Array] = {}
+    result = []
+    for own, common in reversed(list(zip(dh, run.common, strict=True))):
+        rest = dict(own)
+        for key, number in common:
+            if key in own:
+                totals[number] = totals[number] + rest.pop(key) if number in totals else rest.pop(key)
+        result.append(rest)
+    for own, common in zip(reversed(result), run.common, strict=True):
+        own.update({key: totals.pop(number) for key, number in common if number in totals})
+    return result[::-1]
+
+
+def _agree(run: Run, seen: Seen, again: Seen) -> Array:
+    batches = jnp.bool_(True)
+    if seen.batches is not None and again.batches is not None:
+        batches = all_of(jnp.equal(seen.batches, again.batches))
+    return jnp.stack([all_of(_same(seen.losses, again.losses, run.isolate)), batches])[None]
+
+
+def _same(losses: Array, again: Array, exactly: bool) -> Array:
+    """Whether both passes saw the same losses: bit for bit, or where they come from beside a derivative half of their
+    digits.
+
+    A batch may differ where the gradient does not.
+    """
+    if exactly:
+        return jnp.equal(losses, again)
+    tolerance = float(jnp.finfo(losses.dtype).eps) ** 0.5
+    return jnp.abs(losses - again) <= tolerance * jnp.maximum(jnp.abs(losses), jnp.abs(again))
 
 
 def replay(
-    run: Run, inputs: Inputs, entries: list[Any], state: State, first: Any, count: int, length: int
+    run: Run, inputs: Inputs, plan: Plan, state: State, first: Any, count: int, length: int
 ) -> tuple[State, State, tuple[Seen, Array]]:
     """`forward` over `count` segments of `length` steps, without words: (the end, the state before each, what was seen)."""
 
     def one(state: State, k: Array) -> tuple[State, tuple[State, tuple[Seen, Array]]]:
-        xs = steps_of(run, inputs, entries, Span(first + k * length, length))
+        span = Span(first + k * length, length)
+        xs = steps_within(run, inputs, marks(plan, span.first // run.stride), span)
         end, seen, sizes = forward(run, inputs, state, xs)
         return end, (state, (seen, sizes))
 
@@ -49,7 +111,7 @@ def replay(
 
 def undo_segments(
     way: Way, segments: tuple[int, ...], first: Any, length: int, starts: State, carry: Any
-) -> tuple[Any, Any, Array]:
+) -> tuple[Any, OfSteps, Array]:
     """Back to `first` over segments of `length` steps that begin in `starts`; segments: how many, and how each is cut.
 
     (What is carried, what is found of each step, of each block and link whether all states were met.)
@@ -71,12 +133,12 @@ def _undo_segment(
     run, (state, *rest) = way.run, carry
     if segments:
         length //= segments[0]
-        _, starts, _ = replay(run, way.inputs, way.entries, start, first, segments[0], length)
+        _, starts, _ = replay(run, way.inputs, way.plan, start, first, segments[0], length)
         return undo_segments(way, segments, first, length, starts, carry)
-    span = Span(first, length)
-    xs = steps_of(run, way.inputs, way.entries, span)
+    span, before = Span(first, length), marks(way.plan, first // run.stride)
+    xs = steps_within(run, way.inputs, before, span)
     end = forward(run, way.inputs, with_words(run, start, way.capacity), xs)[0]
-    (found_again, *rest), found = way.undo((end, *rest), span)
+    (found_again, *rest), found = way._replace(seen=span.of(way.seen)).undo_within((end, *rest), before, span)
     met = matches(run, end, state) & matches(run, start, found_again)
     return (without_words(run, found_again), *rest), found, met
 

@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.adjoints.backward import Pushed, undo
-from hypergrad.adjoints.segments import Way, joined, step_by_step
-from hypergrad.exact import WORD_BITS
-from hypergrad.run.forward import Seen, Span, forward, steps_of
-from hypergrad.run.plan import Plan, by_link
+from hypergrad.adjoints.backward import Pushed
+from hypergrad.adjoints.segments import OfSteps, Way, joined, step_by_step
+from hypergrad.exact import WORD_BITS, Mark
+from hypergrad.run.forward import Seen, forward, steps_within
+from hypergrad.run.plan import Plan, Span, by_link, marks
 from hypergrad.run.spec import Inputs, Run
-from hypergrad.run.status import Capacity
+from hypergrad.run.status import Capacity, Noted, note, noted_in_all
 from hypergrad.run.step import State, refilled, with_words, without_words, words_of
-from hypergrad.run.stores import Words
+from hypergrad.run.stores import Pieces, Words
 
 
 def store_segments(
@@ -31,84 +31,94 @@ def store_segments(
     state: State,
     plan: Plan,
     look: Callable[[State], Any] = lambda _: None,
-) -> tuple[Words, State, Seen, Array]:
+) -> tuple[Words, State, Seen, Noted]:
     """`forward` of all steps, and where the words of its segments are. look: at the state before each."""
     assert run.store is not None
-    entries, seen = [schedule.entries for schedule in plan], []
-    used = _used(run, plan)
+    pieces, used = Pieces(), _used(run, plan)
     words = run.store.words(*_announced(run, state, used))
-    for first, length, counts in zip(*spans(run), used, strict=True):
+    for k, (first, length, counts) in enumerate(zip(*spans(run), used, strict=True)):
         look(state)
-        arguments = inputs, entries, state, jnp.int32(first)
-        state, stacks, *found = run.segment(_train_segment, *arguments, static=(capacity, length))
+        arguments = inputs, marks(plan, k), state, jnp.int32(first)
+        state, stacks, *seen = run.segment(_train_segment, *arguments, static=(capacity, length))
         words.put(first, length, stacks, counts)
-        seen.append(tuple(found))
+        pieces.append(tuple(seen))
     words.settle()
-    return words, state, *jax.tree.map(lambda *x: jnp.concatenate(x), *seen)
+    of_steps, noted = pieces.joined()
+    return words, state, of_steps, run.outside_loop(noted_in_all, noted)
 
 
-def undo_stored(way: Way, words: Words, carry: Any) -> tuple[Any, Any]:
+def undo_stored(way: Way, words: Words, carry: Any) -> tuple[Any, OfSteps]:
     """The way back over all of them: what is carried, and what is found of each step."""
-    run, of_steps = way.run, []
-    for first, length in reversed(list(zip(*spans(run), strict=True))):
-        arguments = way.inputs, way.entries, way.pushed, way.consts, carry, words.take(first), jnp.int32(first)
-        carry, found = run.segment(_undo_segment, *arguments, static=(way.wanted, length))
-        of_steps.append(found)
-    return carry, jax.tree.map(lambda *x: jnp.concatenate(x), *reversed(of_steps))
+    run, pieces = way.run, Pieces()
+    for k, span in reversed(list(enumerate(map(Span, *spans(run))))):
+        kept = span.of(way.seen), marks(way.plan, k), words.take(span.first)
+        arguments = way.inputs, way.pushed, way.consts, *kept, carry, jnp.int32(span.first)
+        carry, found = run.segment(_undo_segment, *arguments, static=(way.wanted, span.length))
+        pieces.append(found)
+    return carry, pieces.joined(reverse=True)
 
 
 class Stacks(NamedTuple):
-    """Words in host memory that a program reaches by itself."""
+    """What a program keeps of its segments in host memory, which it reaches by itself."""
 
-    equal: list[Array]  # of segments of one length: [segments, capacity, ...] of each buffer
-    rest: list[Array]  # of a shorter one after them; []: there is none
+    equal: tuple[list[Array], Seen]  # of segments of one length: words of each buffer, and losses, [segments, ...]
+    rest: tuple[list[Array], Seen] | None  # of a shorter one after them
 
 
 def stack_segments(
     run: Run, capacity: Capacity, inputs: Inputs, state: State, plan: Plan
-) -> tuple[Stacks, State, Seen, Array]:
+) -> tuple[Stacks, State, Seen, Noted]:
     """`store_segments`, inside of a program."""
-    entries = [schedule.entries for schedule in plan]
-    count, rest = divmod(run.steps, run.longest)
+    count, rest = divmod(run.steps, run.stride)
 
-    def one(state: State, k: Array) -> tuple[State, tuple[list[Array], Any]]:
-        first = k * run.longest
-        state, stacks, *seen = _train_segment(run, capacity, run.longest, inputs, entries, state, first)
-        return state, (jax.device_put(stacks, jax.memory.Space.Host), seen)
+    def train(state: State, k: Any, length: int) -> tuple[State, list[Array], Seen, Noted]:
+        return _train_segment(run, capacity, length, inputs, marks(plan, k), state, jnp.asarray(k * run.stride, jnp.int32))
 
-    state, (stacks, seen) = jax.lax.scan(one, state, jnp.arange(count, dtype=jnp.int32))
-    seen = step_by_step(seen)
-    if not rest:
-        return Stacks(stacks, []), state, *seen
-    first = jnp.int32(count * run.longest)
-    state, last, *late = _train_segment(run, capacity, rest, inputs, entries, state, first)
-    return Stacks(stacks, last), state, *joined(seen, late)
+    def one(state: State, k: Array) -> tuple[State, Any]:
+        state, stacks, seen, noted = train(state, k, run.stride)
+        return state, (_moved((stacks, seen), jax.memory.Space.Host), (seen, noted))
 
-
-def undo_stacked(way: Way, words: Stacks, carry: Any) -> tuple[Any, Any]:
-    """`undo_stored`, inside of a program."""
-    run = way.run
-    count, rest = divmod(run.steps, run.longest)
-    given = way.inputs, way.entries, way.pushed, way.consts
+    state, (equal, found) = jax.lax.scan(one, state, jnp.arange(count, dtype=jnp.int32))
+    found, last = step_by_step(found), None
     if rest:
-        first = jnp.int32(count * run.longest)
-        carry, late = _undo_segment(run, way.wanted, rest, *given, carry, words.rest, first)
+        state, stacks, late, noted = train(state, count, rest)
+        found, last = joined(found, (late, noted)), (stacks, late)
+    seen, noted = found
+    return Stacks(equal, last), state, seen, noted_in_all(run, noted)
 
-    def one(carry: Any, x: tuple[Array, list[Array]]) -> tuple[Any, Any]:
-        k, stacks = x[0], jax.device_put(x[1], jax.memory.Space.Device)
-        return _undo_segment(run, way.wanted, run.longest, *given, carry, stacks, k * run.longest)
 
-    carry, found = jax.lax.scan(one, carry, (jnp.arange(count, dtype=jnp.int32), words.equal), reverse=True)
-    found = step_by_step(found)
-    return carry, joined(found, late) if rest else found
+def undo_stacked(way: Way, kept: Stacks, carry: Any) -> tuple[Any, OfSteps]:
+    """`undo_stored`, inside of a program."""
+    run, late = way.run, None
+    count, rest = divmod(run.steps, run.stride)
+
+    def back(carry: Any, k: Any, length: int, kept: tuple[list[Array], Seen]) -> tuple[Any, OfSteps]:
+        shared, (words, seen), first = (way.inputs, way.pushed, way.consts), kept, jnp.asarray(k * run.stride, jnp.int32)
+        return _undo_segment(run, way.wanted, length, *shared, seen, marks(way.plan, k), words, carry, first)
+
+    if kept.rest is not None:
+        carry, late = back(carry, count, rest, kept.rest)
+
+    def one(carry: Any, x: tuple[Array, Any]) -> tuple[Any, OfSteps]:
+        return back(carry, x[0], run.stride, _moved(x[1], jax.memory.Space.Device))
+
+    carry, found = jax.lax.scan(one, carry, (jnp.arange(count, dtype=jnp.int32), kept.equal), reverse=True)
+    early = step_by_step(found)
+    return carry, early if late is None else joined(early, late)
+
+
+def _moved(tree: Any, to: Any) -> Any:
+    """One by one: under `jax.vmap`, JAX puts several only where all of them are batched."""
+    return jax.tree.map(lambda x: jax.device_put(x, to), tree)
 
 
 def _train_segment(
-    run: Run, capacity: Capacity, length: int, inputs: Inputs, entries: list[Any], state: State, first: Array
-) -> tuple[State, list[Array], Seen, Array]:
-    xs = steps_of(run, inputs, entries, Span(first, length))
+    run: Run, capacity: Capacity, length: int, inputs: Inputs, before: list[Mark], state: State, first: Array
+) -> tuple[State, list[Array], Seen, Noted]:
+    xs = steps_within(run, inputs, before, Span(first, length))
     end, seen, sizes = forward(run, inputs, with_words(run, state, capacity), xs)
-    return without_words(run, end), words_of(run, end), seen, sizes
+    noted = run.outside_loop(note, seen.losses, sizes, first)
+    return without_words(run, end), words_of(run, end), seen, jax.tree.map(lambda x: x[None], noted)
 
 
 def _undo_segment(
@@ -116,17 +126,18 @@ def _undo_segment(
     wanted: tuple[bool, ...],
     length: int,
     inputs: Inputs,
-    entries: list[Any],
     pushed: Pushed,
     consts: Any,
-    carry: Any,
+    seen: Seen,
+    before: list[Mark],
     words: list[Any],
+    carry: Any,
     first: Array,
-) -> tuple[Any, Any]:
+) -> tuple[Any, OfSteps]:
     """The inverse of `_train_segment`, with the cotangents."""
     state, *rest = carry
-    xs = steps_of(run, inputs, entries, Span(first, length), pushed)
-    (state, *rest), found = undo(run, wanted, consts, (refilled(run, state, words), *rest), xs)
+    way, span = Way(run, wanted, inputs, pushed, consts, seen), Span(first, length)
+    (state, *rest), found = way.undo_within((refilled(run, state, words), *rest), before, span)
     return (without_words(run, state), *rest), found
 
 
@@ -151,8 +162,7 @@ def _announced(run: Run, state: State, used: list[list[int]]) -> tuple[dict[str,
 
 def _used(run: Run, plan: Plan) -> list[list[int]]:
     """Of each segment, the words of each buffer."""
-    firsts = np.asarray(run.emptied)
-    counts = [np.append(np.asarray(s.entries.slot)[firsts], np.asarray(s.words)) for s in plan]
+    counts = [np.append(np.asarray(s.before.words), np.asarray(s.end.words)) for s in plan if s.before is not None]
     own = by_link(run, [np.diff(count) for count in counts])
     rows = [own[j][link.name] for j, block in enumerate(run.blocks) for link in block.chain if link.decay]
-    return np.transpose(rows).tolist() if rows else [[] for _ in firsts]
+    return np.transpose(rows).tolist() if rows else [[] for _ in run.emptied]

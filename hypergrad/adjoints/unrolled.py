@@ -28,7 +28,7 @@ from hypergrad.run.forward import theta_of_step
 from hypergrad.run.per_step import join_steps, split_steps
 from hypergrad.run.plan import by_link, schedules
 from hypergrad.run.spec import Inputs, Run
-from hypergrad.run.status import Outcome, assess, nothing_kept
+from hypergrad.run.status import Outcome, assess, note, nothing_kept
 from hypergrad.run.step import (
     State,
     advance,
@@ -108,7 +108,7 @@ def _training(run: Run, checkpoints: int | None, inputs: Inputs) -> Outcome:
         ]
         xs = (jnp.arange(run.steps, dtype=jnp.int32), (stepped, theta_stepped), [schedule.entries for schedule in plan])
         (end, shadow), (losses, seen, metrics) = scan(functools.partial(_step, run, same), (state, first), xs)
-        status = assess(run, inputs.values, inputs.h, plan, end, losses, capacity, seen)
+        status = assess(run, inputs.values, inputs.h, plan, end, note(run, losses, seen, 0), capacity)
         return Outcome(_seen(run, end, shadow), losses, jax.lax.stop_gradient(status), metrics)
 
 

@@ -4,6 +4,7 @@ from hypergrad.exact.buffers import HEAD_BITS as HEAD_BITS
 from hypergrad.exact.buffers import PUBLIC_WORD_BITS as PUBLIC_WORD_BITS
 from hypergrad.exact.buffers import WORD_BITS as WORD_BITS
 from hypergrad.exact.buffers import Buffer as Buffer
+from hypergrad.exact.buffers import Mark as Mark
 from hypergrad.exact.buffers import Schedule as Schedule
 from hypergrad.exact.deferred import Deferred as Deferred
 from hypergrad.exact.deferred import DeferredEntry as DeferredEntry

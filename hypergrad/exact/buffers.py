@@ -23,12 +23,22 @@ HEAD_BITS = 32
 PUBLIC_WORD_BITS = 32  # what users count words by
 
 
+class Mark(NamedTuple):
+    """Where a schedule stands before a step: what the entries from there on follow from."""
+
+    level: Array  # of heads, the most that one can hold, int64 []; of a deferred decay, its scale, float64 []
+    words: Array  # int32 []: spilled so far per parameter
+
+    def restarted(self) -> "Mark":
+        """With a stack that is empty here."""
+        return self._replace(words=self.words * 0)
+
+
 class Schedule(NamedTuple):
-    """When the buffer of one leaf spills, and what it holds at the end."""
+    """When the buffer of one leaf spills, over some steps in a row."""
 
     entries: Any  # `SpillEntry` or `DeferredEntry`, of arrays [steps]
-    words: Array  # int32 []: words spilled per parameter
-    residual_bits: Array  # float []: bits that wait to become words
+    end: Mark
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +82,20 @@ class Buffer(abc.ABC):
         return value
 
     @abc.abstractmethod
-    def schedule(self, n: Array, denominator: int) -> Schedule:
-        """int64 [steps], a leaf's smallest numerator at each step (a bound for the others)."""
+    def start(self) -> Mark:
+        """Before the first step."""
+
+    @abc.abstractmethod
+    def schedule(self, n: Array, denominator: int, before: Mark | None = None) -> Schedule:
+        """int64 [steps], a leaf's smallest numerator at each step (a bound for the others). before: None, `start`."""
+
+    @abc.abstractmethod
+    def residual_bits(self, mark: Mark) -> Array:
+        """float []: bits that wait to become words."""
 
     @abc.abstractmethod
     def words_needed(self, n: np.ndarray, denominator: int) -> int:
-        """`schedule(n, denominator).words` for concrete numerators, in Python's numbers."""
+        """`schedule(n, denominator).end.words` for concrete numerators, in Python's numbers."""
 
     @abc.abstractmethod
     def most_words(self, steps: int, bits: float) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.exact.buffers import WORD_BITS, Buffer, Schedule
+from hypergrad.exact.buffers import WORD_BITS, Buffer, Mark, Schedule
 from hypergrad.exact.fixed import Fixed
 
 
@@ -48,10 +48,6 @@ class DeferredEntry(NamedTuple):
     def slot(self) -> Array:
         """The number of words that have left before: int32 []."""
         return self.row[..., 4].astype(jnp.int32)
-
-    def restarted(self) -> "DeferredEntry":
-        """Of some steps in a row: with a stack that is empty before the first of them."""
-        return DeferredEntry(self.row.at[:, 4].add(-jnp.floor(self.row[0, 4])))
 
 
 class Words(NamedTuple):
@@ -108,15 +104,20 @@ class Deferred(Buffer):
         """16 bits coarser, at the full scale."""
         return value._replace(scale=jnp.asarray([FULL_SCALE, 1 / FULL_SCALE]))
 
-    @functools.partial(jax.jit, static_argnames=("self", "denominator"))
-    def schedule(self, n: Array, denominator: int) -> Schedule:
-        def body(carry: tuple[Array, Array], n: Array) -> tuple[tuple[Array, Array], DeferredEntry]:
-            scale, slot = carry
-            after, left = _next_scale(scale, slot, n.astype(jnp.float64), denominator, jnp.where)
-            return (after, left), DeferredEntry.packed(after, scale, left, slot)
+    def start(self) -> Mark:
+        return Mark(jnp.float64(FULL_SCALE), jnp.int32(0))
 
-        (last, words), entries = jax.lax.scan(body, (jnp.float64(FULL_SCALE), jnp.int32(0)), n)
-        return Schedule(entries, words, jnp.log2(FULL_SCALE / last))
+    @functools.partial(jax.jit, static_argnames=("self", "denominator"))
+    def schedule(self, n: Array, denominator: int, before: Mark | None = None) -> Schedule:
+        def body(mark: Mark, n: Array) -> tuple[Mark, DeferredEntry]:
+            after = Mark(*_next_scale(*mark, n.astype(jnp.float64), denominator, jnp.where))
+            return after, DeferredEntry.packed(after.level, mark.level, after.words, mark.words)
+
+        end, entries = jax.lax.scan(body, self.start() if before is None else before, n)
+        return Schedule(entries, end)
+
+    def residual_bits(self, mark: Mark) -> Array:
+        return jnp.log2(FULL_SCALE / mark.level)
 
     def words_needed(self, n: np.ndarray, denominator: int) -> int:
         scale, words = FULL_SCALE, 0

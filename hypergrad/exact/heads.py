@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad._isolation import behind_branch
-from hypergrad.exact.buffers import HEAD_BITS, WORD_BITS, Buffer, Schedule
+from hypergrad.exact.buffers import HEAD_BITS, WORD_BITS, Buffer, Mark, Schedule
 from hypergrad.exact.fixed import Fixed
 from hypergrad.exact.ratio import divide
 
@@ -26,10 +26,6 @@ class SpillEntry(NamedTuple):
     spills: Array  # bool, whether a word leaves the heads
     slot: Array  # int32, the number of words spilled before
     step: Array | int = 0  # int32; the same for the whole batch under vmap, whatever else differs
-
-    def restarted(self) -> "SpillEntry":
-        """Of some steps in a row: with a stack that is empty before the first of them."""
-        return self._replace(slot=self.slot - self.slot[0])
 
 
 class Heads(NamedTuple):
@@ -88,14 +84,19 @@ class HeadsAndWords(Buffer):
     def length(self, digits: Heads, words: Array) -> Array:
         return WORD_BITS * words + jnp.mean((HEAD_BITS - jax.lax.clz(digits.head)).astype(jnp.float32))
 
-    def schedule(self, n: Array, denominator: int) -> Schedule:
-        def body(carry: tuple[Array, Array], n: Array) -> tuple[tuple[Array, Array], SpillEntry]:
-            (bound, slot), spills = _next_bound(*carry, n, denominator, jnp.where)
-            return (bound, slot), SpillEntry(n, spills, carry[1])
+    def start(self) -> Mark:
+        return Mark(jnp.int64(0), jnp.int32(0))
 
-        (bound, words), entries = jax.lax.scan(body, (jnp.int64(0), jnp.int32(0)), n)
-        residual_bits = jnp.log2(bound.astype(jnp.float32) + 1)
-        return Schedule(entries._replace(step=jnp.arange(n.shape[0], dtype=jnp.int32)), words, residual_bits)
+    def schedule(self, n: Array, denominator: int, before: Mark | None = None) -> Schedule:
+        def body(mark: Mark, n: Array) -> tuple[Mark, SpillEntry]:
+            after, spills = _next_bound(*mark, n, denominator, jnp.where)
+            return Mark(*after), SpillEntry(n, spills, mark.words)
+
+        end, entries = jax.lax.scan(body, self.start() if before is None else before, n)
+        return Schedule(entries._replace(step=jnp.arange(n.shape[0], dtype=jnp.int32)), end)
+
+    def residual_bits(self, mark: Mark) -> Array:
+        return jnp.log2(mark.level.astype(jnp.float32) + 1)
 
     def words_needed(self, n: np.ndarray, denominator: int) -> int:
         state = (0, 0)

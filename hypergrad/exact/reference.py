@@ -13,8 +13,9 @@ import gmpy2
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from hypergrad.exact.buffers import WORD_BITS, Buffer, Schedule
+from hypergrad.exact.buffers import WORD_BITS, Buffer, Mark, Schedule
 from hypergrad.exact.deferred import Deferred
 from hypergrad.exact.fixed import LOW_BITS, Fixed
 from hypergrad.exact.heads import HeadsAndWords
@@ -83,8 +84,14 @@ class Reference(Buffer):
     def hold(self, value: Fixed) -> Fixed:
         return self._device.hold(value)
 
-    def schedule(self, n: Any, denominator: int) -> Schedule:
-        return self._device.schedule(n, denominator)
+    def start(self) -> Mark:
+        return self._device.start()
+
+    def schedule(self, n: Any, denominator: int, before: Mark | None = None) -> Schedule:
+        return self._device.schedule(n, denominator, before)
+
+    def residual_bits(self, mark: Mark) -> Array:
+        return self._device.residual_bits(mark)
 
     def words_needed(self, n: np.ndarray, denominator: int) -> int:
         return self._device.words_needed(n, denominator)

@@ -3,6 +3,7 @@
 Invariant: the leaves of all blocks are all leaves, once each, in the order of their first.
 """
 
+import collections
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,12 +21,14 @@ from hypergrad.optimizers.expand import (
     fields_of,
     prepared,
     prepared_statistics,
+    ratio,
 )
 from hypergrad.optimizers.initial import initial_values
 from hypergrad.optimizers.partition import Layer, Stack, layers_of, stacks_of
 from hypergrad.optimizers.statistics import MEANS, Statistics
 from hypergrad.optimizers.transform import Transform
 from hypergrad.optimizers.weights import weights_of
+from hypergrad.schedules import PerStep
 
 
 class LaidOut(NamedTuple):
@@ -35,6 +38,7 @@ class LaidOut(NamedTuple):
     values: list[Floats]  # initial, of each block: link -> floats
     h: list[Hypers]  # of each block
     alike: list[tuple[Hashable, ...]]  # of each block and link: equal where decays are
+    per_step: list[dict[str, Array]]  # of each block, those of h that are one scalar a step: [steps], one for all blocks
     transforms: tuple[Transform, ...]  # in the order in which the gradient passes them
     layers: tuple[Layer, ...]
     names: list[dict[str, str]]  # of each leaf, what users call the fields of its rule
@@ -57,7 +61,8 @@ def lay_out(
     in_vectors = [stacks[own[0]].entrywise and not keeps_shape(own, leaves) for own in lying]
     side_by_side = lambda b, parts: _joined(in_vectors[b], parts)  # noqa: E731
     values = initial_values(stacks, layers, lying, params, state, side_by_side)
-    blocks, h, alike = [], [], []
+    blocks, h, alike, per_step = [], [], [], []
+    made: dict[Hashable, Array] = {}
     for own, start, flat in zip(lying, values, in_vectors, strict=True):
         first, stack = own[0], stacks[own[0]]
         path = jax.tree_util.keystr(paths[first])
@@ -74,8 +79,12 @@ def lay_out(
         blocks.append(block(own, list(leaves), stack.chain, hj, **options))
         h.append(hj)
         alike.append(_decays_alike(stack, of_leaf[first], first, given, blocks[-1]))
+        kept = {key for key, x in hj.items() if x is expanded.get(key)}
+        per_step.append(
+            {key: x for key, x in _per_step(stack, of_leaf[first], first, blocks[-1], made).items() if key in kept}
+        )
     names = [{key: field.name for key, field in own[-1].items()} for own in of_leaf]
-    return LaidOut(blocks, values, h, alike, _transforms(layers, blocks), layers, names)
+    return LaidOut(blocks, values, h, alike, per_step, _transforms(layers, blocks), layers, names)
 
 
 def _decays_alike(
@@ -88,6 +97,29 @@ def _decays_alike(
         (link.denominator, link.may_be_one, block.dtype, rule[link.decay] if link.decay in given else (link.decay, all_of))
         for link in block.chain
     )
+
+
+def _per_step(
+    stack: Stack, fields: list[dict[str, Field]], leaf: int, block: Block, made: dict[Hashable, Array]
+) -> dict[str, Array]:
+    """`LaidOut.per_step` of fields. made: for all blocks, so that those that have the same array share it."""
+    decays, found = {link.decay: link for link in stack.chain if link.decay}, {}
+    for layer, own in zip(stack.layers, fields, strict=True):
+        for key, field in own.items():
+            value, link = field.values[leaf], decays.get(key) if layer.is_rule else None
+            if isinstance(value, PerStep) and _is_row(value.values, block.dtype):
+                name = id(value.values), link and (link.denominator, link.may_be_one)
+                if name not in made:
+                    made[name] = value.values if link is None else ratio(link, value.values)
+                found[key] = made[name]
+    return found
+
+
+def common(h: list[Hypers]) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """`Run.common`: arrays that several blocks have, by number."""
+    counts = collections.Counter(id(x) for own in h for x in own.values())
+    numbers = {one: k for k, one in enumerate(one for one, count in counts.items() if count > 1)}
+    return tuple(tuple((key, numbers[id(x)]) for key, x in own.items() if id(x) in numbers) for own in h)
 
 
 def _joined(flat: bool, parts: list[Array]) -> Array:
@@ -123,6 +155,7 @@ def with_statistics(out: LaidOut, statistics: Statistics, steps: int, fraction_b
         out.blocks.append(own)
         out.values.append({STATISTICS: leaf.astype(compute_dtype(leaf))})
         out.h.append(h)
+        out.per_step.append({})
         out.alike.append(((MEANS.denominator, own.dtype, shared_value(decay)),))
     return out
 
@@ -137,3 +170,7 @@ def shared(blocks: Sequence[Block], alike: list[tuple[Hashable, ...]]) -> tuple[
         )
         for block, keys in zip(blocks, alike, strict=True)
     )
+
+
+def _is_row(x: Any, dtype: Any) -> bool:
+    return isinstance(x, jax.Array) and x.ndim == 1 and x.dtype == dtype

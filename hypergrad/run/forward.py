@@ -6,14 +6,14 @@ Invariant: the gradient of each step is computed apart from all else, as `hyperg
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
+from hypergrad.exact import Mark
 from hypergrad.run.fingerprints import print_of
 from hypergrad.run.functions import Frozen
 from hypergrad.run.per_step import join_steps, split
-from hypergrad.run.plan import by_link
+from hypergrad.run.plan import Span, by_link, entries_of
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.step import State, final_values, parameters, step
 from hypergrad.run.underflow import sizes
@@ -25,13 +25,6 @@ class Seen(NamedTuple):
     losses: Array  # [steps]
     batches: Array | None  # their prints, uint64 [steps]; None where they are functions of t for certain
     metrics: Any = ()  # on the way out: scalars, each [steps]
-
-
-class Span(NamedTuple):
-    """Steps in a row."""
-
-    first: Any  # int, or int32 [] inside of a loop over spans
-    length: int
 
 
 def forward(run: Run, inputs: Inputs, state: State, xs: Any) -> tuple[State, Seen, Array]:
@@ -51,18 +44,26 @@ def forward(run: Run, inputs: Inputs, state: State, xs: Any) -> tuple[State, See
     return end, seen, of_gradients
 
 
-def steps_of(run: Run, inputs: Inputs, entries: list[Any], span: Span | None = None, others: Any = None) -> Any:
-    """(t, (hyperparameters and theta per step, others), entries) of all steps, or of a span: words counted from its first.
+def steps_of(run: Run, inputs: Inputs, entries: list[Any], others: Any = None) -> Any:
+    """(t, (hyperparameters and theta per step, others), entries) of all steps.
 
-    entries: of all steps, with a leading axis, for each schedule; others: what else has such an axis.
+    entries: of each schedule, with a leading axis of steps; others: what else has such an axis.
     """
+    return jnp.arange(run.steps, dtype=jnp.int32), _by_step(run, inputs, others), entries
+
+
+def steps_within(run: Run, inputs: Inputs, before: list[Mark], span: Span, others: Any = None) -> Any:
+    """`steps_of` a span, before which stacks are empty. before: where each schedule stands there."""
+    by_step = span.of(_by_step(run, inputs, others))
+    first = jnp.asarray(span.first, jnp.int32)
+    entries = run.outside_loop(entries_of, inputs.h, before, first, static=(span.length,))
+    return first + jnp.arange(span.length, dtype=jnp.int32), by_step, entries
+
+
+def _by_step(run: Run, inputs: Inputs, others: Any) -> Any:
     _, stepped = run.outside_loop(split, inputs.h)
     _, theta_stepped = run.functions.theta.parted(inputs.theta)
-    by_step = (stepped, theta_stepped), others
-    if span is None:
-        return jnp.arange(run.steps, dtype=jnp.int32), by_step, entries
-    by_step, entries = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, *span), (by_step, entries))
-    return span.first + jnp.arange(span.length, dtype=jnp.int32), by_step, [entry.restarted() for entry in entries]
+    return (stepped, theta_stepped), others
 
 
 def train_step(run: Run, gradient: Callable[..., Any], consts: Any, state: State, x: Any) -> tuple[State, Seen, list[Array]]:

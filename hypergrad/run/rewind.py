@@ -10,31 +10,42 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad._isolation import kernel_by_kernel
+from hypergrad.exact import Mark
 from hypergrad.run.forward import theta_of_step
 from hypergrad.run.per_step import join_steps, split
-from hypergrad.run.plan import by_link
+from hypergrad.run.plan import by_link, entries_of
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.step import Signals, State, unstep
 
 
 def rewound(
-    run: Run, inputs: Inputs, entries: list[Any], losses: Array, state: State, first: Array, last: Array, count: Array
+    run: Run,
+    length: int,
+    inputs: Inputs,
+    before: list[Mark],
+    losses: Array,
+    state: State,
+    first: Array,
+    last: Array,
+    count: Array,
 ) -> tuple[State, Array]:
     """The state before the steps last - count, ..., last - 1, from that after them; and whether the losses came again.
 
-    first: the step before which the state's stacks were empty. All three int32 [], so that one program goes any way. Call
-    it inside `jax.enable_x64(True)`.
+    first: the step before which the state's stacks were empty; length: of the steps from there to where they are emptied
+    again; before: where schedules stand at `first`. All three int32 [], so that one program goes any way. Call it inside
+    `jax.enable_x64(True)`.
     """
     constant, stepped = split(run, inputs.h)
     theta, theta_stepped = run.functions.theta.parted(inputs.theta)
-    held = inputs, entries, state
+    held = inputs, before, state
+    entries = entries_of(run, length, inputs.h, before, first)
 
     def body(i: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
         state, same = carry
         t = kernel_by_kernel(last - 1 - i, held)
         here = jax.tree.map(lambda x: x[t], (stepped, theta_stepped))
-        own = [jax.tree.map(lambda x: jnp.stack([x[first], x[t]]), entry).restarted() for entry in entries]
-        state, loss = _back(run, inputs, t, state, (constant, theta), here, jax.tree.map(lambda x: x[1], own))
+        own = jax.tree.map(lambda x: x[t - first], entries)
+        state, loss = _back(run, inputs, t, state, (constant, theta), here, own)
         return state, same & (loss == losses[t])
 
     return jax.lax.fori_loop(0, count, body, (state, jnp.bool_(True)))

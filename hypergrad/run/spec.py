@@ -65,6 +65,7 @@ class Run:
     linear: bool  # whether the gradient enters all chains linearly: its cotangent is then known before it is
     isolate: bool  # whether the gradient is compiled apart from its derivative on the way back, too
     shared: tuple[tuple[int | None, ...], ...]  # of each block and link, which schedule its buffer has; None: no decay
+    common: tuple[tuple[tuple[str, int], ...], ...]  # of each block, which hyperparameters it has in common with others
     foreign: Hashable = None  # what the functions of rules that are not the library's compute today
     collective: bool = False  # whether these speak of an axis that a `jax.vmap` around the run has named
     microbatches: Microbatches | None = None  # what the gradient of a batch is the mean over; None: it is computed at once
@@ -87,15 +88,27 @@ class Run:
     def emptied(self) -> list[int]:
         """The steps before which stacks are empty."""
         if self.store is not None:
-            return list(range(0, self.steps, self.longest))
-        return [*(range(0, self.first, self.first // math.prod(self.segments)) if self.segments else ()), self.first]
+            return list(range(0, self.steps, self.stride))
+        return [*(range(0, self.first, self.stride) if self.segments else ()), self.first]
+
+    @property
+    def in_segments(self) -> bool:
+        """Whether stacks are emptied on the way."""
+        return self.store is not None or self.first > 0
+
+    @property
+    def stride(self) -> int:
+        """Steps of each segment but the last."""
+        if self.store is not None:
+            return -(-self.steps // -(-self.steps // STORED))
+        return self.first // math.prod(self.segments) if self.first else self.steps
 
     @property
     def longest(self) -> int:
-        """The most steps between two of these."""
+        """The most steps between two at which stacks are empty."""
         if self.store is not None:
-            return -(-self.steps // -(-self.steps // STORED))
-        return max(self.steps - self.first, self.first // math.prod(self.segments) if self.segments else 0)
+            return self.stride
+        return max(self.steps - self.first, self.stride if self.segments else 0)
 
     @property
     def from_python(self) -> bool:

@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from hypergrad.errors import BUFFER_FULL, DECAY, NON_FINITE, OK, RANGE, Status
-from hypergrad.exact import PUBLIC_WORD_BITS, STEPS, WORD_BITS, Schedule
+from hypergrad.exact import PUBLIC_WORD_BITS, STEPS, WORD_BITS
 from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import PARAMS
 from hypergrad.optimizers.expand import Hypers, first_bad_decay, first_true
-from hypergrad.run.plan import Plan, by_link
+from hypergrad.run.plan import Plan, RunSchedule, by_link
 from hypergrad.run.spec import Run
 from hypergrad.run.step import State
 from hypergrad.run.underflow import Underflow, underflow
@@ -32,6 +31,26 @@ class Outcome(NamedTuple):
     losses: Array
     status: Status
     metrics: Any = ()  # scalars of each step: [steps]
+
+
+class Noted(NamedTuple):
+    """What steps in a row say of themselves."""
+
+    step: Array  # int32 []: the first whose loss is no number, if there is one
+    loss: Array  # that; else a finite one
+    sizes: Array | None  # of the gradient of each block, the largest, as `hypergrad.run.underflow` takes them
+
+
+def note(_: Run, losses: Array, sizes: Array | None, first: Any) -> Noted:
+    """Of the steps from `first` on; sizes: [steps, blocks]."""
+    bad = first_true(~jnp.isfinite(losses))
+    return Noted(first + bad, losses[bad], None if sizes is None else sizes.max(axis=0))
+
+
+def noted_in_all(_: Run, noted: Noted) -> Noted:
+    """Of spans in order, with a leading axis."""
+    bad = first_true(~jnp.isfinite(noted.loss))
+    return Noted(noted.step[bad], noted.loss[bad], None if noted.sizes is None else noted.sizes.max(axis=0))
 
 
 def nothing_kept(run: Run) -> Capacity:
@@ -53,19 +72,17 @@ def assess(
     h: list[Hypers],
     plan: Plan,
     end: State,
-    losses: Array,
+    noted: Noted,
     capacity: Capacity,
-    sizes: Array | None = None,
 ) -> Status:
-    """The first thing that went wrong, or OK. Call it inside `jax.enable_x64(True)`. sizes: of gradients, as
-    `hypergrad.run.underflow` takes them."""
-    found = [_decays(run, h), _values(run, end, losses), _words(run, plan, capacity)]
+    """The first thing that went wrong, or OK. Call it inside `jax.enable_x64(True)`."""
+    found = [_decays(run, h), _values(run, end, noted), _words(run, plan, capacity)]
     code, step, place, value = functools.reduce(_first, [x for x in found if x is not None])
     bits, ideal = _bits(run, values, h, plan)
     words = -(-most_words(plan) * WORD_BITS // PUBLIC_WORD_BITS)
     small = Underflow(jnp.int32(-1), jnp.float32(0))
-    if sizes is not None:
-        small = underflow(run, values, h, end, sizes, places_of(run))
+    if noted.sizes is not None:
+        small = underflow(run, values, h, end, noted.sizes, places_of(run))
     as_int = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
     as_float = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
     return Status(
@@ -104,7 +121,7 @@ def _decays(run: Run, h: list[Hypers]) -> Found | None:
     return found
 
 
-def _values(run: Run, end: State, losses: Array) -> Found:
+def _values(run: Run, end: State, noted: Noted) -> Found:
     """The first value that left its grid, or loss that is no number: at one step the value, as losses come of values."""
     found, places = [], []
     for block, slots, own in zip(run.blocks, end, places_of(run), strict=True):
@@ -115,13 +132,12 @@ def _values(run: Run, end: State, losses: Array) -> Found:
     first = jax.lax.argmin(steps, 0, jnp.int32)
     step, value = steps[first], jnp.stack([overflow.magnitude for overflow in found])[first]
     code = jnp.where(step == STEPS, OK, jnp.where(jnp.isfinite(value), RANGE, NON_FINITE))
-    bad = first_true(~jnp.isfinite(losses))
-    of_loss = ~jnp.isfinite(losses[bad]) & (bad < step)
+    of_loss = ~jnp.isfinite(noted.loss) & (noted.step < step)
     return Found(
         jnp.where(of_loss, NON_FINITE, code),
-        jnp.where(of_loss, bad, step),
+        jnp.where(of_loss, noted.step, step),
         jnp.where(of_loss, -1, jnp.stack(places)[first]),
-        jnp.where(of_loss, losses[bad].astype(jnp.float32), value),
+        jnp.where(of_loss, noted.loss.astype(jnp.float32), value),
     )
 
 
@@ -134,15 +150,16 @@ def _words(run: Run, plan: Plan, capacity: Capacity) -> Found:
     return Found(jnp.where(full, BUFFER_FULL, OK))
 
 
-def _most_of_a_segment(run: Run, schedule: Schedule) -> Array:
+def _most_of_a_segment(run: Run, schedule: RunSchedule) -> Array:
     """Words that leave between two steps before which stacks are empty."""
-    if run.emptied == [0]:
-        return schedule.words
-    return jnp.diff(jnp.append(schedule.entries.slot[np.asarray(run.emptied)], schedule.words)).max()
+    if schedule.before is None:
+        return schedule.end.words
+    words = jnp.diff(jnp.append(schedule.before.words, schedule.end.words))
+    return words[-len(run.emptied) :].max()
 
 
 def most_words(plan: Plan) -> Array:
-    words = [schedule.words for schedule in plan]
+    words = [schedule.end.words for schedule in plan]
     return jnp.stack(words).max() if words else jnp.int32(0)
 
 
@@ -154,7 +171,7 @@ def _bits(run: Run, values: list[Floats], h: list[Hypers], plan: Plan) -> tuple[
         for link in block.chain:
             if link.decay:
                 weight = x[link.name].size / parameters
-                rho, schedule = rates[link.decay].astype(jnp.float32), own[link.name]
-                stored += weight * (WORD_BITS * schedule.words + schedule.residual_bits) / run.steps
+                rho, end = rates[link.decay].astype(jnp.float32), own[link.name].end
+                stored += weight * (WORD_BITS * end.words + block.buffer(link).residual_bits(end)) / run.steps
                 ideal += weight * jnp.mean(-jnp.log2(rho))
     return stored, ideal

@@ -5,9 +5,10 @@ Invariant: `take(first)` gives what `put(first, ...)` was given, bit for bit, or
 
 import abc
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -90,3 +91,43 @@ def padded(words: np.ndarray, capacity: int) -> np.ndarray:
     stack = np.zeros((capacity, *words.shape[1:]), words.dtype)
     stack[: len(words)] = words
     return stack
+
+
+class Pieces:
+    """What segments come to, with an axis of steps: in host memory until it is `joined`, so that the device has it once.
+
+    What is on several devices stays there.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: list[Any] = []
+        self.coming: list[Any] = []
+
+    def append(self, tree: Any) -> None:
+        """Of the segment that comes next. It may not be computed yet."""
+        for x in filter(_on_one_device, jax.tree.leaves(tree)):
+            x.copy_to_host_async()
+        self._settle()  # that of the segment before, while this one is on
+        self.coming.append(tree)
+
+    def joined(self, reverse: bool = False) -> Any:
+        """In the order of the steps, which segments may have come in `reverse`."""
+        shardings = jax.tree.map(lambda x: x.sharding, self.coming[-1])
+        self._settle()
+        pieces = self.pieces[::-1] if reverse else self.pieces
+        return jax.tree.map(_together, shardings, *pieces)
+
+    def _settle(self) -> None:
+        while self.coming:
+            copied = lambda x: np.array(x) if _on_one_device(x) else x  # noqa: E731
+            self.pieces.append(jax.tree.map(copied, self.coming.pop()))
+
+
+def _on_one_device(x: Array) -> bool:
+    return len(x.sharding.device_set) == 1
+
+
+def _together(sharding: Any, *pieces: Any) -> Array:
+    if isinstance(pieces[0], np.ndarray):
+        return jax.device_put(np.concatenate(pieces), sharding)
+    return jnp.concatenate(pieces)

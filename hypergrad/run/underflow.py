@@ -40,10 +40,9 @@ def sizes(t: Array, g: list[Array]) -> Array:
 
 
 def underflow(
-    run: Run, values: list[Floats], h: list[Hypers], end: State, seen: Array, places: list[list[int]]
+    run: Run, values: list[Floats], h: list[Hypers], end: State, found: Array, places: list[list[int]]
 ) -> Underflow:
-    """seen: `sizes` of all steps, [steps, blocks]; places: of each block and link, the index of its first leaf."""
-    found = seen.max(axis=0)
+    """found: the largest of `sizes`, [blocks]; places: of each block and link, the index of its first leaf."""
     constant, stepped = split_steps(h, run.steps)
     middle = join_steps(constant, jax.tree.map(lambda x: x[run.steps // 2], stepped))
     last = [seen_outside(b, b.chain[-1], end[j]) for j, b in enumerate(run.of_parameters)]

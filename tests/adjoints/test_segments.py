@@ -232,7 +232,7 @@ def test_a_segment_has_room_for_its_hungriest_step(monkeypatch: pytest.MonkeyPat
 
 def test_another_run_that_comes_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its start is met exactly, its losses are nearly the same: only its end tells."""
-    steps, honest, trained = 11, segments.steps_of, passes.replay
+    steps, honest, trained = 11, segments.steps_within, passes.replay
     monkeypatch.setattr(reversible, "cut", lambda run, *_: dataclasses.replace(run, first=8, segments=(4,)))
 
     def faster(*args: Any, **options: Any) -> Any:
@@ -242,11 +242,11 @@ def test_another_run_that_comes_back_is_found(monkeypatch: pytest.MonkeyPatch) -
         return t, ((jax.tree.map(lambda x: (1 + 1e-5) * x, stepped), theta), others), entries
 
     def first_time(*args: Any) -> Any:
-        monkeypatch.setattr(segments, "steps_of", honest)
+        monkeypatch.setattr(segments, "steps_within", honest)
         try:
             return trained(*args)
         finally:
-            monkeypatch.setattr(segments, "steps_of", faster)
+            monkeypatch.setattr(segments, "steps_within", faster)
 
     monkeypatch.setattr(passes, "replay", first_time)
     follow = lambda w, _, t: jnp.sum((w - jnp.sin(t)) ** 2) / 2  # noqa: E731

@@ -47,8 +47,8 @@ def test_schedule_is_words_needed_and_no_head_reaches_2_to_the_32(d, data):
     np.testing.assert_array_equal(found.entries.spills, spills)
     np.testing.assert_array_equal(found.entries.slot, slots)
     np.testing.assert_array_equal(found.entries.step, np.arange(STEPS))
-    assert int(found.words) == HEADS.words_needed(n, d) == sum(spills)
-    np.testing.assert_allclose(found.residual_bits, np.log2(bounds[-1] + 1.0), rtol=1e-6)
+    assert int(found.end.words) == HEADS.words_needed(n, d) == sum(spills)
+    np.testing.assert_allclose(HEADS.residual_bits(found.end), np.log2(bounds[-1] + 1.0), rtol=1e-6)
     assert max(bounds) < 2**32
 
 
@@ -64,9 +64,10 @@ def test_scales_stay_between_1_and_2_to_the_16_and_words_are_those_of_theory(d, 
     np.testing.assert_array_equal(entries.after[:, 1], 1 / scales)
     np.testing.assert_array_equal(entries.before[1:], entries.after[:-1])
     np.testing.assert_array_equal(entries.before[0], DEFERRED.hold(Fixed(jnp.zeros(1))).scale)
-    np.testing.assert_array_equal(entries.slot + entries.spills, np.append(entries.slot[1:], found.words))
-    assert int(found.words) == DEFERRED.words_needed(n, d)
-    np.testing.assert_allclose(WORD_BITS * found.words + found.residual_bits, -np.log2(n / d).sum(), rtol=1e-12, atol=1e-9)
+    np.testing.assert_array_equal(entries.slot + entries.spills, np.append(entries.slot[1:], found.end.words))
+    assert int(found.end.words) == DEFERRED.words_needed(n, d)
+    lost = WORD_BITS * found.end.words + DEFERRED.residual_bits(found.end)
+    np.testing.assert_allclose(lost, -np.log2(n / d).sum(), rtol=1e-12, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["reference", "deferred reference"])
@@ -123,7 +124,7 @@ def test_heads_reach_their_bound(d):
         return (digits, c), (digits.head, c.high)
 
     found, c = schedule(HEADS, n, d), Fixed(jnp.int64(-1))
-    start = HEADS.empty(c.high, int(found.words)), c
+    start = HEADS.empty(c.high, int(found.end.words)), c
     _, (heads, cs) = jax.jit(lambda: jax.lax.scan(body, start, found.entries))()
     assert np.asarray(heads).tolist() == bounds
     assert set(np.asarray(cs).tolist()) == {-1}
@@ -136,8 +137,8 @@ def test_bits_stored_are_those_lost(decays, buffer):
     n = np.resize(np.round(np.array(decays) * d).astype(np.int64), LONG)
     ideal = np.log2(d / n).sum()
     found = schedule(buffer, n, d)
-    stored = WORD_BITS * int(found.words) + float(found.residual_bits)
-    assert int(found.words) == buffer.words_needed(n, d)
+    stored = WORD_BITS * int(found.end.words) + float(buffer.residual_bits(found.end))
+    assert int(found.end.words) == buffer.words_needed(n, d)
     assert abs(stored - ideal) <= 0.01 * ideal + 64  # 64 bits: the head
 
 
@@ -147,7 +148,7 @@ def test_nothing_is_stored_where_nothing_decays(buffer):
     n = np.full(LONG, 2**16)
     found = schedule(buffer, n, 2**16)
     # The bound is (bound d + d - 1) div d = bound: it stays 0.
-    assert (int(found.words), float(found.residual_bits)) == (0, 0.0) and buffer.words_needed(n, 2**16) == 0
+    assert (int(found.end.words), float(buffer.residual_bits(found.end))) == (0, 0.0) and buffer.words_needed(n, 2**16) == 0
 
 
 @pytest.mark.parametrize("name", BUFFERS)
@@ -211,7 +212,7 @@ def test_no_steps_in_a_row_spill_more_words_than_their_bound(buffer, d, data):
     smallest = data.draw(st.sampled_from([SMALLEST[d], d // 2, d - d // 10, d - 1]))
     n = np.asarray(data.draw(st.lists(st.integers(smallest, d - 1), min_size=1, max_size=STEPS)))
     found = schedule(buffer, n, d)
-    counts = np.append(np.asarray(found.entries.slot), int(found.words))
+    counts = np.append(np.asarray(found.entries.slot), int(found.end.words))
     bits = np.log2(d / n.min())
     for length in range(1, len(n) + 1):
         assert (counts[length:] - counts[:-length]).max() <= buffer.most_words(length, bits), length
@@ -221,4 +222,4 @@ def test_no_steps_in_a_row_spill_more_words_than_their_bound(buffer, d, data):
 def test_the_bound_is_near(buffer):
     n = np.full(LONG, round(0.9 * 2**16))
     found = schedule(buffer, n, 2**16)
-    assert buffer.most_words(LONG, np.log2(2**16 / n[0])) <= int(found.words) + (4 if buffer == HEADS else 1)
+    assert buffer.most_words(LONG, np.log2(2**16 / n[0])) <= int(found.end.words) + (4 if buffer == HEADS else 1)

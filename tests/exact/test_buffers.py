@@ -97,7 +97,7 @@ def full(buffer: Buffer, d: int, first: list[int], wide: bool) -> Run:
 @pytest.mark.parametrize(("buffer", "wide", "d"), [case for case in cases() if not isinstance(case.values[0], Reference)])
 def test_every_word_used_and_every_word_returned(buffer, wide, d, first):
     run = full(buffer, d, [first], wide)
-    assert int(buffer.schedule(jnp.asarray(run.n[:, 0]), d).words) == worst(
+    assert int(buffer.schedule(jnp.asarray(run.n[:, 0]), d).end.words) == worst(
         buffer, d, STEPS
     )  # the last that fits is written
     assert_came_back(buffer, round_trip(buffer, d, worst(buffer, d, STEPS), run))

@@ -51,13 +51,13 @@ def test_the_stack_of_deferred_decays_is_one_integer():
     start = x = DEFERRED.hold(fixed([0, -1, 1, 2**16 - 1, 2**16, -(2**16) - 1, 2**45, 2**46 - 2**30], wide=True))
     plan = schedule(DEFERRED, n, 2**16)
     steps = [entry_of(plan.entries, t) for t in range(len(n))]
-    words, unbounded = DEFERRED.empty(x.high, int(plan.words)), (DEFERRED_REFERENCE.empty(x.high, None), x)
+    words, unbounded = DEFERRED.empty(x.high, int(plan.end.words)), (DEFERRED_REFERENCE.empty(x.high, None), x)
     for entry in steps:
         words, x = DEFERRED.multiply_by(words, x, None, 2**16, entry)
         unbounded = DEFERRED_REFERENCE.multiply_by(*unbounded, None, 2**16, entry)
         jax.tree.map(np.testing.assert_array_equal, unbounded[1], x)
     digits = [sum(int(w) << 16 * k for k, w in enumerate(column)) for column in np.asarray(words.stack)[::-1].T]
-    assert digits == list(unbounded[0].i) and int(plan.words) > 5
+    assert digits == list(unbounded[0].i) and int(plan.end.words) > 5
     for entry in reversed(steps):
         unbounded = DEFERRED_REFERENCE.divide_by(*unbounded, None, 2**16, entry)
     assert DEFERRED_REFERENCE.is_empty(unbounded[0]).all()

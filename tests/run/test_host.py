@@ -256,11 +256,16 @@ def test_words_on_the_host_come_back_inside_of_a_program(stored, kind, transform
     assert "<host>" in str(jax.make_jaxpr(found)(at))
 
 
-def test_a_word_that_was_lost_inside_of_a_program_is_noticed(monkeypatch):
+@pytest.mark.parametrize(
+    "dtype, lie, what",
+    [("uint16", lambda x: x ^ 1, "velocity['w']"), ("float32", lambda x: x + 0.01, "loss")],
+    ids=["word", "loss"],
+)
+def test_what_was_changed_inside_of_a_program_is_noticed(monkeypatch, dtype, lie, what):
     undo = passes.undo_stacked
-    wrong = lambda way, words, carry: undo(way, jax.tree.map(lambda x: x ^ 1, words), carry)  # noqa: E731
-    monkeypatch.setattr(passes, "undo_stacked", wrong)
-    with fails(jax.errors.JaxRuntimeError, "velocity['w']"):
+    changed = lambda kept: jax.tree.map(lambda x: lie(x) if x.dtype == dtype else x, kept)  # noqa: E731
+    monkeypatch.setattr(passes, "undo_stacked", lambda way, kept, carry: undo(way, changed(kept), carry))
+    with fails(jax.errors.JaxRuntimeError, what):
         jax.block_until_ready(jax.jit(jax.grad(spilling("sgd", buffer="host")))(PARAMS))
 
 
