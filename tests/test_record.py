@@ -12,12 +12,12 @@ from recorded import NET, OPTIMIZERS, RATES, SEGMENT, STEPS, assert_same, drawn,
 from tiny import fails
 
 import hypergrad as hg
-from hypergrad.run import spec
+from hypergrad.run import cuts
 
 
 @pytest.fixture(autouse=True)
 def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec, "STORED", SEGMENT)
+    monkeypatch.setattr(cuts, "STORED", SEGMENT)
 
 
 @pytest.mark.of_bits

@@ -17,12 +17,12 @@ from recorded import NET, RATES, SEGMENT, STEPS, assert_same, drawn, options
 from tiny import fails
 
 import hypergrad as hg
-from hypergrad.run import disk, rewind, spec
+from hypergrad.run import cuts, disk, rewind
 
 
 @pytest.fixture(autouse=True)
 def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec, "STORED", SEGMENT)
+    monkeypatch.setattr(cuts, "STORED", SEGMENT)
 
 
 OTHERS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
@@ -119,9 +119,9 @@ KILLED = """
     import os, signal, sys
     sys.path.insert(0, {tests!r})
     from recorded import *
-    from hypergrad.run import disk, spec
+    from hypergrad.run import cuts, disk
 
-    spec.STORED = SEGMENT
+    cuts.STORED = SEGMENT
     whole, left = disk.DiskWords.keep, [2]
 
     def last(*args):
@@ -138,9 +138,9 @@ ELSEWHERE = """
     import sys
     sys.path.insert(0, {tests!r})
     from recorded import *
-    from hypergrad.run import spec
+    from hypergrad.run import cuts
 
-    spec.STORED = SEGMENT
+    cuts.STORED = SEGMENT
     hg.train = None
     record = hg.record(**options(), folder=sys.argv[1])
     np.savez(sys.argv[2], *jax.tree.leaves(record.rewind(5).params))

@@ -39,7 +39,7 @@ from hypergrad.optimizers.chain import GRADIENT, PARAMS, Link
 from hypergrad.optimizers.expand import Hypers
 from hypergrad.run.fingerprints import print_of, state_prints
 from hypergrad.run.forward import Seen, theta_of_step
-from hypergrad.run.per_step import join_steps, split
+from hypergrad.run.per_step import join_steps, joined, split_first
 from hypergrad.run.plan import by_link
 from hypergrad.run.reads import StepTheta
 from hypergrad.run.spec import Inputs, Run
@@ -227,18 +227,12 @@ def begin(run: Run, inputs: Inputs, end: State, ct: Cotangents, pushed: Pushed, 
     ct: of what comes out. doubt, bool []: whether to compute each gradient apart from its derivative all the same; False:
     from the first on that comes out otherwise there. None: as the run says.
     """
-    constant, first = run.outside_loop(_split_first, inputs.h)
+    constant, first = run.outside_loop(split_first, inputs.h)
     theta, _ = run.functions.theta.parted(inputs.theta)
     ones = jax.tree.map(jnp.ones_like, (constant, first))
     pending = [decays(b, delayed_links(run, b), hj) for b, hj in zip(run.blocks, join_steps(*ones), strict=True)]
     carry = (end, (ct.z, pending, jax.tree.map(jnp.zeros_like, constant), ct.theta), doubt)
     return (constant, theta, _largest((ct.z, pushed)), inputs.frozen), carry
-
-
-def _split_first(run: Run, h: list[Hypers]) -> tuple[list[Hypers], list[Hypers]]:
-    """`split`, of which one step."""
-    constant, stepped = split(run, h)
-    return constant, jax.tree.map(lambda x: x[0], stepped)
 
 
 def finish(run: Run, wanted: tuple[bool, ...], inputs: Inputs, ct: Cotangents, carry: Any, found: Any) -> Reversed:
@@ -249,7 +243,7 @@ def finish(run: Run, wanted: tuple[bool, ...], inputs: Inputs, ct: Cotangents, c
     dstepped, dtheta_stepped = of_steps
     of_wanted = StepTheta(tuple(chosen(wanted, run.functions.theta.stepped)))
     dtheta = of_wanted.together(dtheta, dtheta_stepped)
-    dh = _joined(run, dconstant, dstepped, inputs.h)
+    dh = joined(run, dconstant, dstepped, inputs.h)
     if run.watch in ("norms", "growth"):
         watched["norms"] = jax.tree.map(lambda before, last: jnp.append(before, last), watched["norms"], _norms(run, ct.z))
     return Reversed(start, Cotangents(list(map(decayed, dz, pending)), dh, dtheta), watched, doubted)
@@ -286,19 +280,6 @@ def _largest(cotangents: Any) -> Array:
     leaves = jax.tree.leaves(cotangents)
     dtype = functools.reduce(jnp.promote_types, (x.dtype for x in leaves), jnp.dtype(jnp.float32))
     return jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(dtype) for x in leaves]).max()
-
-
-def _joined(run: Run, dconstant: list[Hypers], dstepped: list[Hypers], h: list[Hypers]) -> list[Hypers]:
-    """The inverse of `split`: cotangents like h."""
-    dh, like = join_steps(dconstant, dstepped), [jax.tree.map(jnp.shape, own) for own in h]
-    squeezed = [{k: d for k, d in dj.items() if d.shape != own[k]} for dj, own in zip(dh, like, strict=True)]
-    shapes = tuple(tuple(own[k] for k in dj) for dj, own in zip(squeezed, like, strict=True))
-    return join_steps(dh, run.outside_loop(_reshaped, squeezed, static=(shapes,)))
-
-
-def _reshaped(_: Run, shapes: tuple[tuple[tuple[int, ...], ...], ...], dh: list[Hypers]) -> list[Hypers]:
-    """Of each block and hyperparameter."""
-    return [dict(zip(own, map(jnp.reshape, own.values(), new), strict=True)) for own, new in zip(dh, shapes, strict=True)]
 
 
 def _norms(run: Run, dz: list[Floats]) -> dict[str, Array]:

@@ -60,19 +60,20 @@ def _added_up(run: Run, dh: list[Hypers]) -> list[Hypers]:
     """Of what blocks have in common the whole is that of the first, and the others have none: for many blocks, a cotangent
     of one rate for each step is more than all else.
 
-    From the last block to the first, as JAX adds up what the blocks of a run in one piece have: the same bits.
+    In the order in which JAX adds up what a run in one piece gives for one array: the same bits.
     """
     totals: dict[int, Array] = {}
-    result = []
-    for own, common in reversed(list(zip(dh, run.common, strict=True))):
-        rest = dict(own)
-        for key, number in common:
+    places: dict[int, tuple[int, str]] = {}
+    result = [dict(own) for own in dh]
+    for j, (own, common) in enumerate(zip(dh, run.common, strict=True)):
+        for key, number in sorted(common):
             if key in own:
-                totals[number] = totals[number] + rest.pop(key) if number in totals else rest.pop(key)
-        result.append(rest)
-    for own, common in zip(reversed(result), run.common, strict=True):
-        own.update({key: totals.pop(number) for key, number in common if number in totals})
-    return result[::-1]
+                totals[number] = totals[number] + own[key] if number in totals else own[key]
+                places.setdefault(number, (j, key))
+                del result[j][key]
+    for number, (j, key) in places.items():
+        result[j][key] = totals[number]
+    return result
 
 
 def _agree(run: Run, seen: Seen, again: Seen) -> Array:

@@ -3,7 +3,10 @@
 Invariant: `join_steps` puts together what `split_steps` took apart, at each step.
 """
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.optimizers.expand import Hypers
@@ -28,8 +31,27 @@ def split(run: Run, h: list[Hypers]) -> tuple[list[Hypers], list[Hypers]]:
     return split_steps(h, run.steps)
 
 
+def split_first(run: Run, h: list[Hypers]) -> tuple[list[Hypers], list[Hypers]]:
+    """`split`, of which one step."""
+    constant, stepped = split(run, h)
+    return constant, jax.tree.map(lambda x: x[0], stepped)
+
+
 def join_steps(constant: list[Hypers], stepped: list[Hypers]) -> list[Hypers]:
     return [{**c, **s} for c, s in zip(constant, stepped, strict=True)]
+
+
+def joined(run: Run, dconstant: list[Hypers], dstepped: list[Hypers], h: list[Hypers]) -> list[Hypers]:
+    """The inverse of `split`: cotangents like h."""
+    dh, like = join_steps(dconstant, dstepped), [jax.tree.map(jnp.shape, own) for own in h]
+    squeezed = [{k: d for k, d in dj.items() if d.shape != own[k]} for dj, own in zip(dh, like, strict=True)]
+    shapes = tuple(tuple((k, own[k]) for k in dj) for dj, own in zip(squeezed, like, strict=True))
+    return join_steps(dh, run.outside_loop(_reshaped, squeezed, static=(shapes,)))
+
+
+def _reshaped(_: Run, shapes: tuple[tuple[tuple[str, Any], ...], ...], dh: list[Hypers]) -> list[Hypers]:
+    """shapes: of each block, by hyperparameter."""
+    return [{k: own[k].reshape(shape) for k, shape in row} for own, row in zip(dh, shapes, strict=True)]
 
 
 def _squeezed(x: Array) -> Array:

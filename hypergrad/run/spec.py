@@ -5,7 +5,6 @@ Invariant: `Run.batch` is one function of t, and `Run.gradient` one of (paramete
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,14 +21,12 @@ from hypergrad.optimizers.chain import GRADIENT, STATISTICS
 from hypergrad.optimizers.expand import Hypers
 from hypergrad.optimizers.transform import Transform
 from hypergrad.run import drivers
+from hypergrad.run.cuts import InSegments
 from hypergrad.run.functions import Frozen, Functions
 from hypergrad.run.means import InOrder, OnGrid
 from hypergrad.run.microbatches import Microbatches
 from hypergrad.run.pieces import alone
 from hypergrad.run.stores import Store
-
-
-STORED = 256  # steps of a segment whose words go elsewhere
 
 
 class Inputs(NamedTuple):
@@ -51,7 +48,7 @@ class Labels(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Run(InSegments):
     """Everything a run is compiled for."""
 
     functions: Functions
@@ -78,37 +75,6 @@ class Run:
     retries: bool = False  # whether a reverse pass that fails is tried again with gradients apart
     first: int = 0  # the step that the last segment begins with: that whose words are kept
     segments: tuple[int, ...] = ()  # how what comes before is cut: so many, of so many each, ...; (): it is not undone
-
-    @property
-    def undone(self) -> int:
-        """The step that the reverse pass ends with."""
-        return 0 if self.segments else self.first
-
-    @property
-    def emptied(self) -> list[int]:
-        """The steps before which stacks are empty."""
-        if self.store is not None:
-            return list(range(0, self.steps, self.stride))
-        return [*(range(0, self.first, self.stride) if self.segments else ()), self.first]
-
-    @property
-    def in_segments(self) -> bool:
-        """Whether stacks are emptied on the way."""
-        return self.store is not None or self.first > 0
-
-    @property
-    def stride(self) -> int:
-        """Steps of each segment but the last."""
-        if self.store is not None:
-            return -(-self.steps // -(-self.steps // STORED))
-        return self.first // math.prod(self.segments) if self.first else self.steps
-
-    @property
-    def longest(self) -> int:
-        """The most steps between two at which stacks are empty."""
-        if self.store is not None:
-            return self.stride
-        return max(self.steps - self.first, self.stride if self.segments else 0)
 
     @property
     def from_python(self) -> bool:

@@ -257,3 +257,29 @@ def test_another_run_that_comes_back_is_found(monkeypatch: pytest.MonkeyPatch) -
 
     with pytest.raises(hg.ReversalError):
         jax.grad(end)(jnp.linspace(0.1, 0.3, steps))
+
+
+@pytest.mark.of_bits
+def test_what_blocks_have_in_common_has_one_cotangent_a_step(by_hand: Any, tmp_path: Any) -> None:
+    """The same as where each block has its own, added up by JAX, bit for bit."""
+    params = {name: jnp.full((4, 4), 0.1 * k) for k, name in enumerate("abcde")}
+    mean = lambda w, _, x: sum(jnp.mean((jnp.tanh(x @ a) - x) ** 2) * k for k, a in enumerate(w.values()))  # noqa: E731
+    batches = hg.full_batch(jnp.linspace(-1, 1, 12).reshape(3, 4))
+
+    def rule(rates: Any, momenta: Any) -> Any:
+        return hg.add_decayed_weights(hg.SGD(hg.PerStep(rates), hg.PerStep(momenta)), hg.PerStep(rates))
+
+    def slopes(adjoint: Any) -> Any:
+        def end(rates: Any, momenta: Any) -> Any:
+            run = hg.train(mean, params, rule(rates, momenta), batches, steps=STEPS, adjoint=adjoint)
+            return sum(jnp.sum(x**3) for x in run.params.values()) + jnp.sum(run.losses)
+
+        return jax.grad(end, (0, 1))(jnp.linspace(0.1, 0.3, STEPS), jnp.linspace(0.5, 0.9, STEPS))
+
+    run, inputs, _ = set_up(Problem(mean, params, rule(jnp.ones(STEPS), jnp.full(STEPS, 0.5)), batches, steps=STEPS))
+    assert [len(own) for own in run.common] == [3] * 5
+    assert len({id(x) for own in inputs.h for x in own.values() if x.shape == (STEPS,)}) == 2
+    expected = slopes(hg.Reversible())
+    for adjoint in (by_hand(8, (4,)), hg.Reversible(buffer="host"), hg.Reversible(buffer=hg.Disk(str(tmp_path)))):
+        jax.tree.map(np.testing.assert_array_equal, slopes(adjoint), expected)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), slopes(hg.Unrolled()), expected)

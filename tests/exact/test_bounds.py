@@ -53,6 +53,29 @@ def test_schedule_is_words_needed_and_no_head_reaches_2_to_the_32(d, data):
 
 
 @pytest.mark.parametrize("d", DENOMINATORS)
+@pytest.mark.parametrize("buffer", [HEADS, DEFERRED], ids=["heads", "deferred"])
+@hypothesis.given(data=st.data())
+@hypothesis.settings(max_examples=60)
+def test_a_schedule_goes_on_from_where_it_stood(buffer, d, data):
+    """Any step of it follows from the mark before: what it says is what it says in one piece."""
+    n, cut = data.draw(rows(d)), STEPS // 3
+    whole, early = schedule(buffer, n, d), schedule(buffer, n[:cut], d)
+    late = from_mark(buffer, n[cut:], d, early.end)
+    jax.tree.map(np.testing.assert_array_equal, late.end, whole.end)
+    pairs = zip(*(jax.tree.leaves(x.entries._replace(**WITHOUT[buffer])) for x in (whole, early, late)), strict=True)
+    for one, a, b in pairs:
+        np.testing.assert_array_equal(np.concatenate([a, b]), one)
+    again = from_mark(buffer, n[cut:], d, early.end.restarted())
+    np.testing.assert_array_equal(again.entries.slot, late.entries.slot - early.end.words)
+    np.testing.assert_array_equal(again.entries.spills, late.entries.spills)
+    assert int(again.end.words) == int(whole.end.words - early.end.words)
+
+
+from_mark = jax.jit(lambda buffer, n, d, mark: buffer.schedule(n, d, mark), static_argnums=(0, 2))
+WITHOUT: dict[Any, Any] = {HEADS: {"step": None}, DEFERRED: {}}  # of those, steps are counted anew
+
+
+@pytest.mark.parametrize("d", DENOMINATORS)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=60)
 def test_scales_stay_between_1_and_2_to_the_16_and_words_are_those_of_theory(d, data):

@@ -10,6 +10,7 @@ import pytest
 from experiments.benchmarks import (
     _measure,
     _performance_plots,
+    buffers,
     exact_layer,
     gpu,
     integers,
@@ -76,6 +77,13 @@ def test_microbatches_are_timed_in_short(capsys):
 def test_curves_of_long_runs_in_short(tmp_path):
     assert long_curves.main(["--powers", "3", "4", "--mebibytes", "1", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "long_curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
+def test_kinds_of_buffer_in_short(capsys):
+    assert buffers.main(["--steps", "8", "300", "--rounds", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10 and sum("of theory stored" in line for line in lines) == 4
 
 
 @pytest.mark.long

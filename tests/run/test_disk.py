@@ -19,7 +19,7 @@ from covering import some_of
 from tiny import PARAMS, fails, final
 
 import hypergrad as hg
-from hypergrad.run import disk, spec
+from hypergrad.run import cuts, disk
 
 
 STEPS, SEGMENT = 12, 4
@@ -28,7 +28,7 @@ OPTIMIZER = hg.SGD(0.1, 2**-16)  # a word at every step
 
 @pytest.fixture(autouse=True)
 def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec, "STORED", SEGMENT)
+    monkeypatch.setattr(cuts, "STORED", SEGMENT)
 
 
 def gradient(buffer: Any, between: Callable[[], None] = lambda: None, **options: Any) -> Any:
@@ -146,9 +146,9 @@ KILLED = """
     import os, signal, sys
     import jax, jax.numpy as jnp
     import hypergrad as hg
-    from hypergrad.run import disk, spec
+    from hypergrad.run import cuts, disk
 
-    spec.STORED = 4
+    cuts.STORED = 4
     when, name = sys.argv[2].split()
     whole, left = getattr(disk.DiskWords, name), [int(when)]
 

@@ -21,7 +21,7 @@ from hypergrad._problem import Problem
 from hypergrad._set_up import set_up
 from hypergrad.adjoints import passes
 from hypergrad.adjoints.capacity import capacities
-from hypergrad.run import spec, stores
+from hypergrad.run import cuts, stores
 
 
 def key_of(function, *args):
@@ -214,7 +214,7 @@ LENGTHS = [None, 4, 1]  # of segments, in steps; None: one segment
 
 @pytest.fixture
 def stored(request, monkeypatch):
-    monkeypatch.setattr(spec, "STORED", request.param or spec.STORED)
+    monkeypatch.setattr(cuts, "STORED", request.param or cuts.STORED)
 
 
 @every_value("stored, kind, driver", LENGTHS, SPILLING, ["scan", "host"], indirect=["stored"])
