@@ -48,6 +48,16 @@ def test_the_hypergradient_is_that_of_the_device(name: str, tmp_path: pathlib.Pa
     np.testing.assert_array_equal(gradient(hg.Disk(tmp_path), **options), gradient("device", **options))
 
 
+@pytest.mark.parametrize("bad", [0, 5, 11])
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_the_step_at_which_a_run_fails_is_that_of_the_run_and_not_of_a_segment(
+    place: str, bad: int, tmp_path: pathlib.Path
+) -> None:
+    broken = lambda params, _, t: jnp.where(t == bad, jnp.nan, jnp.sum(params["w"] ** 2))  # noqa: E731
+    with fails(hg.NonFiniteError, f"at step {bad}."):
+        gradient(hg.Disk(tmp_path) if place == "disk" else "host", loss=broken, batches=lambda t: t)
+
+
 def files(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(folder.glob("words-*/*.words"))
 
