@@ -50,7 +50,6 @@ RULES = {
 }
 
 
-@pytest.mark.of_bits
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_that_of_optax(name: str) -> None:
     ours, theirs = RULES[name]
