@@ -63,6 +63,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
 QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
+@pytest.mark.long
 def test_begun_by_two_processes_and_ended_by_one(expected: Any, tmp_path: pathlib.Path) -> None:
     options = {"FOLDER": str(tmp_path / "run"), **QUICK}
     in_processes(LEARNS, 2, STEPS="2", **options)

@@ -57,6 +57,7 @@ def test_begun_by_two_and_ended_by_others(then: int, expected: Any, tmp_path: pa
     assert histories(last) == [expected] * then
 
 
+@pytest.mark.long
 def test_one_that_dies_ends_the_other_and_the_folder_goes_on(expected: Any, tmp_path: pathlib.Path) -> None:
     options = {"FOLDER": str(tmp_path / "run"), **QUICK}
     with started(META, 2, DIES="1 1", **options) as processes:

@@ -1,5 +1,6 @@
 """Microbatches on 1, 2, 4 and 8 devices, and on 1, 2 and 4 processes: the same bits, forwards and backwards."""
 
+import functools
 import json
 from typing import Any
 
@@ -42,21 +43,22 @@ OF_PROCESSES = """
 mesh = mesh_of(jax.device_count())
 data, w = put((X, Y), mesh, P(None, "data")), put(START, mesh, P())
 cut = hg.Microbatches(16, mesh=mesh)
-f = jax.value_and_grad(lambda h, w, data: value(h, w, data, cut, "Adam"), argnums=(0, 1), has_aux=True)
+f = jax.value_and_grad(lambda h, w, data: value(h, w, data, cut, RULE), argnums=(0, 1), has_aux=True)
 print("bits", bits(jax.jit(f)(H, w, data)))
 """
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
-@pytest.mark.parametrize(("processes", "devices"), [(2, 2), long(4, 1)])
-def test_any_number_of_processes(processes: int, devices: int, alone: str) -> None:
-    outputs = in_processes(OF_PROCESSES, processes, devices)
-    assert [lines(output, "bits") for output in outputs] == [[alone]] * processes
+@pytest.mark.parametrize(("rule", "processes", "devices"), [("SGD", 2, 2), long("Adam", 2, 2), long("Adam", 4, 1)])
+def test_any_number_of_processes(rule: str, processes: int, devices: int) -> None:
+    outputs = in_processes(f"RULE = {rule!r}\n{OF_PROCESSES}", processes, devices)
+    assert [lines(output, "bits") for output in outputs] == [[alone(rule)]] * processes
 
 
-@pytest.fixture(scope="module")
-def alone() -> str:
-    return lines(on_devices(OF_PROCESSES, 1), "bits")[0]
+@functools.cache
+def alone(rule: str) -> str:
+    return lines(on_devices(f"RULE = {rule!r}\n{OF_PROCESSES}", 1), "bits")[0]
 
 
 def lines(output: str, head: str) -> list[str]:
@@ -83,6 +85,7 @@ print("bits same")
 """
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_trained_on_eight_and_reversed_on_two() -> None:
     assert lines(on_devices(REVERSED_ELSEWHERE, 8), "bits") == ["same"]

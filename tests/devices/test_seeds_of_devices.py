@@ -50,6 +50,7 @@ def assert_close(found: Any, expected: Any) -> None:
         assert all(abs(a / b - 1) < 1e-5 for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.long
 def test_seeds_over_devices(expected: Any) -> None:
     found, compiled_on, where = seen(3)
     assert [x for x in compiled_on if x is not None] == [0, 1, 2] and where == [0, 0]

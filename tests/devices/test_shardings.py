@@ -1,5 +1,6 @@
 """What belongs to a parameter lies where it lies: integers, words and cotangents, as the compiled program says."""
 
+import pytest
 from processes import on_devices
 from test_same_bits import lines
 
@@ -89,9 +90,11 @@ print("parallel equal")
 )
 
 
+@pytest.mark.long
 def test_integers_and_words_lie_with_their_parameters() -> None:
     assert lines(on_devices(KEPT, 8, JAX_DISABLE_MOST_OPTIMIZATIONS="1"), "shardings") == ["kept"]
 
 
+@pytest.mark.long
 def test_data_and_tensor_parallel() -> None:
     assert lines(on_devices(PARALLEL, 8, JAX_DISABLE_MOST_OPTIMIZATIONS="1"), "parallel") == ["equal"]
