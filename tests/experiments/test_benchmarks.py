@@ -40,6 +40,7 @@ PLAIN = Road("plain training, scan", opponents.plain, "plain")
 UNROLL = Road("unroll", opponents.unrolled, "opponent")
 
 
+@pytest.mark.long
 def test_long_reversal_is_exact_in_short():
     proof = long_reversal.certify(40)
     assert proof.exact and proof.first_mismatch is None
@@ -61,6 +62,7 @@ def test_records_are_rewound_in_short(monkeypatch, capsys):
     assert rewind.main(["--steps", "8", "--every", "4"]) == 1
 
 
+@pytest.mark.long
 def test_steps_that_read_their_part_of_theta_are_timed(capsys):
     theta.main(theta.Config(rounds=1, steps=(2, 3), images=(4,), batch=2, run=2))
     assert len(capsys.readouterr().out.splitlines()) == 6
@@ -108,6 +110,7 @@ def test_every_road_has_a_law():
     assert names == set(laws.LAWS)
 
 
+@pytest.mark.long
 def test_adam_gives_the_same_hypergradient():
     task = workloads.mlp_task(6, (6, 3), 4, 20, rule="adam")
     ours = next(road for road in roads.ROADS if road.name == "hg.Reversible, scan")
@@ -174,6 +177,7 @@ def test_multiplying_keeps_what_it_loses():
     assert np.array_equal(x, y) and not store.digits.any()
 
 
+@pytest.mark.long
 def test_the_exact_layer_is_timed_by_differences():
     times = exact_layer.measure(50, 1, short=4, long=8)
     assert len(times) == 6 and all(np.isfinite(list(times.values())))
@@ -198,6 +202,7 @@ def test_curves_are_drawn(tmp_path):
     assert all(p.path.stat().st_size > 10_000 for p in pictures)
 
 
+@pytest.mark.long
 def test_curves_hold_every_road_at_every_length(monkeypatch):
     monkeypatch.setattr(roads, "roads_for", lambda loops: [PLAIN, UNROLL, roads.ROADS[1]])
     monkeypatch.setattr(scaling, "network", lambda steps: TINY._replace(steps=steps))

@@ -9,6 +9,7 @@ from experiments import _data
 from experiments.benchmarks import reference_rules, references, shampoo_choices
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @some_of("name", ["NorMuon", "SOAP, k = 10", "Shampoo, k = 10", "Muon, Nesterov"], "NorMuon")
 def test_rules_of_matrices_are_those_of_their_references(name):

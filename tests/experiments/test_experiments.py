@@ -67,19 +67,21 @@ def test_npz_data_is_read_from_its_folder(monkeypatch, tmp_path):
     np.testing.assert_allclose(data.train.x.mean(axis=0), 0, atol=1e-6)
 
 
+@pytest.mark.long
 def test_adam_beside_optax_in_short():
     beside = optimizer_family.curve("Adam", "digits", 40, jnp.float32, rules.rounded, hidden=())
     assert beside.loss <= 1e-4 and beside.update <= 1e-4 and beside.small <= 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "experiment",
     [
         toy_valley,
         long(learning_rate_schedules),
-        schedule_gradient,
+        long(schedule_gradient),
         long(chaos),
-        memory,
+        long(memory),
         long(adam_schedules),
         long(gradient_links),
         long(language_model),

@@ -4,6 +4,7 @@ import json
 
 import jax
 import numpy as np
+import pytest
 from covering import some_of
 
 from experiments import (
@@ -25,6 +26,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.long
 @some_of("script", SCRIPTS, per_weight_penalty, ids=lambda s: s.__name__.split(".")[-1])
 def test_script_in_miniature(script, tmp_path, capsys):
     script.main(script.Config(tiny=True, seeds=(3,), out=tmp_path))
@@ -95,6 +97,7 @@ def test_correlation_of_tied_and_of_separate_weights():
     np.testing.assert_allclose(architecture_sharing.correlation(np.diag([1.0, 2, 3])), np.eye(3))
 
 
+@pytest.mark.long
 def test_parts_of_a_family_share_no_task():
     shots = _tasks.FewShot("glyphs", 7, ways=3, shots=2, queries=4)
     (x, y), (xq, yq) = shots.tasks(jax.random.key(0), "test", 5)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import optuna
+import pytest
 
 from experiments import _comparison_methods, _comparison_tasks, _optuna_report, hybrid_search, optuna_comparison
 from experiments._comparison_methods import Budget, Evaluation
@@ -18,6 +19,7 @@ class Bowl(_comparison_tasks.Four):
         return params, params + 1
 
 
+@pytest.mark.long
 def test_the_comparison_runs_resumes_and_reports(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("HYPERGRAD_DATA", raising=False)
     monkeypatch.setitem(_comparison_tasks.TASKS, "four", Bowl)
@@ -46,6 +48,7 @@ def test_the_comparison_runs_resumes_and_reports(tmp_path, capsys, monkeypatch):
     assert again["four"] == found["four"]
 
 
+@pytest.mark.long
 def test_hybrid_search_learns_schedules_inside_of_choices(tmp_path, capsys):
     config = hybrid_search.Config(tiny=True, out=tmp_path)
     found = hybrid_search.main(config)
