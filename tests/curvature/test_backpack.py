@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import some_of
 
 import hypergrad as hg
 
@@ -54,7 +55,7 @@ def close(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(np.asarray(found).reshape(expected.shape), expected, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("network", MODELS)
+@some_of("network", MODELS, "dense")
 def test_quantities_of_the_shape_of_parameters(network: str) -> None:
     found = ours(network, tuple(FACTORS))
     n = len(RECORDED[network]["y"])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import some_of
 from networks import NETWORKS, attention, convolution, normal
 
 import hypergrad as hg
@@ -39,7 +40,7 @@ def test_what_is_no_layer_is_listed_with_the_operation() -> None:
     assert found["params['z']"] == "params['z'] (2,): general (not used)"
 
 
-@pytest.mark.parametrize("library", ["equinox", "flax"])
+@some_of("library", ["equinox", "flax"], "equinox")
 def test_layers_of_libraries(library: str) -> None:
     """Their modules, under `vmap` over examples or not, with a normalization and a convolution."""
     if library == "equinox":

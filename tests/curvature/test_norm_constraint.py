@@ -31,6 +31,7 @@ def clipped(h: Any) -> Any:
     return hg.clip_by_global_norm(bounded(h, every=2), 0.5)
 
 
+@pytest.mark.long
 @some_of("make", [bounded, clipped], clipped)
 def test_hypergradients_agree_on_three_roads(make: Any) -> None:
     net, h = dense(), {name: jnp.asarray(x) for name, x in HYPERS.items()}
@@ -70,6 +71,7 @@ def test_it_is_the_published_rule() -> None:
         np.testing.assert_allclose(run.params[name], w, atol=1e-4)
 
 
+@pytest.mark.long
 def test_where_it_does_not_bind_nothing_changes() -> None:
     net = dense()
     free, loose = (

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import some_of
 from jax.flatten_util import ravel_pytree
 from networks import N, convolution, dense, ggn, gradients, hessian
 
@@ -104,8 +105,9 @@ def test_in_factors(matrix: str) -> None:
     np.testing.assert_allclose(ravel_pytree(moved)[0], found.inverse(0.1)(jnp.ones(len(v))), rtol=1e-12)
 
 
-def test_factors_of_streamed_batches_are_averages() -> None:
-    net = convolution()
+@some_of("network", [dense, convolution], dense)
+def test_factors_of_streamed_batches_are_averages(network: Any) -> None:
+    net = network()
     parts = [jax.tree.map(lambda x, s=s: x[s], net.batch) for s in (slice(0, 2), slice(2, N))]
     of = lambda batches, **options: Operator(net.loss, net.params, None, batches, **options)  # noqa: E731
     whole, streamed = of(net.batch, matrix="ekflr"), of(parts, matrix="ekflr", many=True)

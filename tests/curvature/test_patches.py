@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from covering import some_of
 
 import hypergrad as hg
 
@@ -25,7 +25,7 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GEOMETRIES)
+@some_of("name", GEOMETRIES, "strides", "negative padding", "all of it")
 def test_gradients_of_examples_are_those_of_convolutions_of_any_geometry(name: str) -> None:
     options = {"window_strides": (1,) * len(GEOMETRIES[name]["window"]), **GEOMETRIES[name]}
     window, size, groups = options.pop("window"), options.pop("size"), options.get("feature_group_count", 1)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value, long
 from jax.test_util import check_grads
 
 import hypergrad as hg
@@ -16,7 +17,7 @@ STEPS = 12
 
 @pytest.mark.of_bits
 @pytest.mark.filterwarnings("ignore:.*too small for its fixed-point grid")
-@pytest.mark.parametrize("b", [0.0, jnp.zeros(200)], ids=["shared", "of each weight's own"])
+@pytest.mark.parametrize("b", [long(0.0, id="shared"), pytest.param(jnp.zeros(200), id="of each weight's own")])
 def test_second_moments_lost_in_noise_do_not_blow_up_a_step(b: Any) -> None:
     """Gradients from far below the quanta to far above, and an eps that hides nothing."""
     optimizer = hg.Adam(1.0, 0.9 + b, 0.999 + b, 1e-15)
@@ -88,10 +89,9 @@ def test_the_second_derivative_of_adam_is_that_of_the_first() -> None:
         check_grads(jax.jit(jax.grad(end)), (jnp.float64(0.03),), 1, ["rev"], rtol=1e-6, eps=1e-6)
 
 
-@pytest.mark.parametrize(("rate", "eps", "l2"), [(0.01, 1e-8, 1e-3), (0.1, 1e-30, 50.0)])
-@pytest.mark.parametrize("penalty", ["in the loss", "added to the gradient"])
+@every_value("penalty, given", ["in the loss", "added to the gradient"], [(0.01, 1e-8, 1e-3), (0.1, 1e-30, 50.0)])
 def test_a_weight_at_rest_spoils_no_derivative_however_its_own_grows(
-    penalty: str, rate: float, eps: float, l2: float
+    penalty: str, given: tuple[float, float, float]
 ) -> None:
     """The last has no gradient and a curvature: w <- w - a / eps c w, 2,000 times w a step. The others never see it."""
     x = jax.random.normal(jax.random.key(0), (32, 4)).at[:, 3].set(0.0)
@@ -108,11 +108,11 @@ def test_a_weight_at_rest_spoils_no_derivative_however_its_own_grows(
         run = hg.train(loss, jnp.zeros(weights), optimizer, batches, theta=l2, steps=100)
         return jnp.sum((run.params - 1) ** 2)
 
-    slopes, expected = (jax.grad(end, argnums=(1, 2, 3))(n, rate, eps, l2) for n in (4, 3))
+    slopes, expected = (jax.grad(end, argnums=(1, 2, 3))(n, *given) for n in (4, 3))
     np.testing.assert_allclose(slopes, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.float16, long(jnp.bfloat16), long(jnp.float32)])
 def test_blank_data_has_its_derivative(dtype: Any) -> None:
     """Of one step: a weight whose gradient is zero as its data are zero has the slope rate / eps in them."""
     rate, eps = 0.125, 1e-3

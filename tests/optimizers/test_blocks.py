@@ -57,7 +57,7 @@ MATRICES = {"b": "rest", "k": "matrix", "w": "matrix"}
 
 
 @pytest.mark.of_bits
-@some_of("name", BRANCHING, "tall", "odd")
+@some_of("name", BRANCHING, "odd")
 def test_a_rule_may_tell_leaves_apart(name: str) -> None:
     assert_agree(BRANCHING[name]())
 
@@ -71,6 +71,7 @@ def by_order(params: Any) -> Any:
     return tree.unflatten(["odd", "tall", "odd"][: len(leaves)])
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @some_of("labels", [by_name, by_order], by_name)
 def test_rules_that_tell_leaves_apart_may_stand_beside_each_other_by_name_and_order(labels: Any) -> None:
@@ -82,17 +83,17 @@ def test_rules_that_tell_leaves_apart_may_stand_beside_each_other_by_name_and_or
     "optimizer",
     [
         long(hg.partition({"matrix": Muon(0.02), "rest": hg.AdamW(0.01)}, MATRICES)),
-        hg.partition({"matrix": Shampoo(0.02), "rest": hg.SGD(0.1)}, MATRICES),
+        long(hg.partition({"matrix": Shampoo(0.02), "rest": hg.SGD(0.1)}, MATRICES)),
         hg.clip_by_global_norm(hg.partition({"matrix": Muon(0.02), "rest": hg.clip(hg.Adam(0.01), 0.1)}, MATRICES), 0.5),
-        hg.partition({"a": hg.SGD(0.1), "b": hg.partition({"c": hg.Adam(0.01), "d": hg.HeavyBall(0.01)}, "d")}, {
+        long(hg.partition({"a": hg.SGD(0.1), "b": hg.partition({"c": hg.Adam(0.01), "d": hg.HeavyBall(0.01)}, "d")}, {
             "b": "a", "k": "b", "w": "a",
-        }),
-        hg.add_decayed_weights(hg.partition({"a": hg.SGD(0.1), "b": hg.SGD({"b": None, "k": 0.2, "w": 0.1})}, {
+        })),
+        long(hg.add_decayed_weights(hg.partition({"a": hg.SGD(0.1), "b": hg.SGD({"b": None, "k": 0.2, "w": 0.1})}, {
             "b": "a", "k": "b", "w": "b",
-        }), 0.01),
-        hg.freeze(hg.partition({"x": hg.SGD(0.1), "y": hg.AdamW(0.01)}, {"b": "x", "k": "y", "w": "y"}), {
+        }), 0.01)),
+        long(hg.freeze(hg.partition({"x": hg.SGD(0.1), "y": hg.AdamW(0.01)}, {"b": "x", "k": "y", "w": "y"}), {
             "b": False, "k": True, "w": False,
-        }),
+        })),
     ],
     ids=["muon and adamw", "shampoo and sgd", "clipped", "nested", "decayed", "frozen"],
 )  # fmt: skip
@@ -100,12 +101,14 @@ def test_rules_that_differ_by_leaf(optimizer: Any) -> None:
     assert_agree(optimizer, tolerance=1e-8)
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_a_rule_sees_more_than_the_gradient() -> None:
     """The second moment of the gradients of examples, a function of the old parameters and the batch."""
     assert_agree(PerExample(0.02))
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @pytest.mark.parametrize("rule", [long(Whitened(0.1), id="plain"), pytest.param(hg.clip(Whitened(0.1), 0.2), id="clipped")])
 def test_a_rule_reads_what_statistics_come_to(rule: Any) -> None:
@@ -114,6 +117,7 @@ def test_a_rule_reads_what_statistics_come_to(rule: Any) -> None:
         assert_agree(rule, paired, statistics=hg.Statistics({"spread": jnp.float64(0.3)}, 0.9))
 
 
+@pytest.mark.long
 def test_labels_by_a_function_of_the_parameters() -> None:
     by_shape = lambda w: jax.tree.map(lambda x: "matrix" if x.ndim == 2 else "rest", w)  # noqa: E731
     rules = {"matrix": Muon(0.02), "rest": hg.AdamW(0.01)}

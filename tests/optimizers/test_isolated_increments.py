@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import long
 
 import hypergrad as hg
 from hypergrad._isolation import only_products
@@ -111,7 +112,9 @@ def test_what_is_isolated() -> None:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("optimizer", [Both(), Read(), Scalar(), hg.Adam(0.01), hg.AdamW(0.01, eps=jnp.full((3, 4), 1e-3))])
+@pytest.mark.parametrize(
+    "optimizer", [Both(), long(Read()), Scalar(), hg.Adam(0.01), long(hg.AdamW(0.01, eps=jnp.full((3, 4), 1e-3)))]
+)
 def test_either_way_comes_back(optimizer: Optimizer) -> None:
     """In the open on the way out, behind a branch beside the derivative: the same bits, and the certificate of a run."""
     w = jnp.linspace(-1, 1, 12).reshape(3, 4)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from covering import long
+from covering import every_value, long
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -127,6 +127,7 @@ def test_the_layout_changes_nothing_but_rounding(name: str, adjoint: Any, monkey
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_leaf_without_entries_trains_beside_others() -> None:
     """Though its decays and rates, one for each weight, are none."""
     params = {**WEIGHTS, "none": jnp.zeros((0, 2))}
@@ -196,7 +197,7 @@ class Summed(Normed):
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (
+        long(
             Normed(),
             "Normed declares that it works entry by entry, but the increment of link `velocity` depends on what else",
         ),
@@ -210,8 +211,7 @@ def test_a_rule_that_only_says_so_is_told(optimizer: Optimizer, message: str) ->
         hg.testing.check_optimizer(optimizer)
 
 
-@pytest.mark.parametrize("decay", [{"w": 0.9, "none": 0.5}, {"w": 0.9, "none": jnp.zeros((0, 3))}], ids=["shared", "each"])
-@pytest.mark.parametrize("rule", [hg.SGD, hg.Adam])
+@every_value("rule, decay", [hg.SGD, hg.Adam], [{"w": 0.9, "none": 0.5}, {"w": 0.9, "none": jnp.zeros((0, 3))}])
 def test_leaves_without_entries_train(rule: Any, decay: Any) -> None:
     loss = lambda p, _, batch: sum(jnp.sum((x - batch) ** 2) for x in jax.tree.leaves(p))  # noqa: E731
     for size in (2, 0):

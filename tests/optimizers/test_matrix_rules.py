@@ -50,10 +50,10 @@ def value(rule: Any, shape: Any, dtype: Any, steps: int, adjoint: Any, rate: Any
         ((1, 1), jnp.float32, "jit"),
         long((1, 1), jnp.float64, "jit"),
         *(long((3, 5), dtype, mode) for dtype in (jnp.float32, jnp.float64) for mode in ("jit", "vmap")),
-        ((3, 5), jnp.float64, "host"),
+        long((3, 5), jnp.float64, "host"),
         long((3, 5), jnp.float32, "host"),
         ((7, 2), jnp.float32, "vmap"),
-        ((64, 48), jnp.float64, "vmap"),
+        long((64, 48), jnp.float64, "vmap"),
         long((64, 48), jnp.float32, "vmap"),
         long((64, 48), jnp.float32, "host"),
     ],
@@ -72,6 +72,7 @@ def test_newton_schulz_comes_back_at_any_size(shape: tuple[int, int], dtype: Any
         assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(found))
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @some_of("dtype", [jnp.float32, jnp.float64], jnp.float32, ids=["float32", "float64"])
 def test_a_large_matrix_comes_back(dtype: Any) -> None:
@@ -80,6 +81,7 @@ def test_a_large_matrix_comes_back(dtype: Any) -> None:
         assert jnp.isfinite(jax.jit(gradient)(jnp.asarray(0.02, dtype), jnp.asarray(0.1, dtype)))
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @some_of("rule", [Muon, Shampoo], Muon)
 def test_a_thousand_steps_come_back(rule: Any) -> None:

@@ -76,6 +76,7 @@ def test_normuon_is_that_of_its_paper() -> None:
         np.testing.assert_allclose(run.params, by_numpy(start, gradients, 0.02, b, b2), rtol=1e-9)
 
 
+@pytest.mark.long
 def test_the_usual_split_tells_matrices_from_the_rest() -> None:
     rule = hg.muon_with_adamw(0.02, adam_learning_rate=0.003)
     run = hg.train(loss, params(), rule, batches(), steps=3)

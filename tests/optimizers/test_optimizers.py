@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from chains import Change, Shampoo, inverse_fourth_root
-from covering import every_value, long, some_of
+from covering import long, some_of
 from jax.test_util import check_grads
 from problems import network
 
@@ -39,7 +40,7 @@ INVERTIBLE = {
 
 
 @pytest.mark.of_bits
-@some_of("name", INVERTIBLE, "SGD", "Adam", "Adagrad", "Shampoo")
+@some_of("name", INVERTIBLE, "SGD", "Adam", "Adagrad")
 def test_every_step_has_an_inverse(name: str) -> None:
     params = {"matrix": jnp.zeros((3, 2)), "vector": jnp.zeros(2)}
     hg.testing.check_inverse(INVERTIBLE[name](), params, steps=FEW)
@@ -78,8 +79,7 @@ OPTAX = {
 }
 
 
-@pytest.mark.of_bits
-@pytest.mark.parametrize("name", OPTAX)
+@some_of("name", OPTAX, *(name for name in OPTAX if name != "Adam"))
 def test_training_is_that_of_optax(name: str) -> None:
     """Up to the rounding of decays, 2^-17, and of floats."""
     ours, theirs = OPTAX[name]
@@ -156,6 +156,7 @@ DIFFERENTIATED = {
     "RMSProp": lambda: hg.RMSProp(0.02, GROUPS, per_step(0.8, 0.95)),
     "Adagrad": lambda: hg.Adagrad(per_step(0.02, 0.05), GROUPS, 1e-3),
     "Shampoo": lambda: Shampoo(per_step(0.1, 0.05), per_step(0.8, 0.95), {"w1": 0.9, "w2": per_step(0.9, 0.99)}),
+    "Change": lambda: Change(per_step(0.1, 0.05), GROUPS),
     "linear": lambda: hg.add_decayed_weights(
         hg.freeze(hg.SGD(per_step(0.5, 1.0), GROUPS), {"w1": False, "w2": False}), {"w1": 0.1, "w2": 0.2}
     ),
@@ -181,7 +182,7 @@ def evaluate(name: str, adjoint: Any) -> Any:
         return jax.tree.map(np.asarray, function(optimizer, NET.params(jnp.float64), NET.theta(jnp.float64)))
 
 
-@some_of("name", DIFFERENTIATED, "HeavyBall", "AdamW", "several")
+@some_of("name", DIFFERENTIATED, "HeavyBall", "AdamW", "Change", "several")
 def test_derivatives_by_reversal_are_those_of_the_unrolled_run(name: str) -> None:
     reversed_, unrolled = evaluate(name, hg.Reversible())[0], evaluate(name, hg.Unrolled())[0]
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(reversed_), jax.tree.leaves(unrolled), strict=True):
@@ -222,7 +223,13 @@ def test_adaptive_training_runs_backwards_in_float32(name: str, kind: str) -> No
     assert all(jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(jax.jit(jax.grad(value))(optimizer)))
 
 
-@every_value("name, eps", ["Adam", "AdamW", "RMSProp", "Adagrad"], [1e-8, 1e-30])
+@some_of(
+    ("name", "eps"),
+    list(itertools.product(("Adam", "AdamW", "RMSProp", "Adagrad"), (1e-8, 1e-30))),
+    ("Adam", 1e-8),
+    ("AdamW", 1e-30),
+    ("Adagrad", 1e-30),
+)
 def test_a_weight_without_gradient_stays_and_harms_nothing(name: str, eps: float) -> None:
     def value(optimizer: Any) -> jax.Array:
         params = {"used": jnp.ones(2), "unused": jnp.ones(2)}
@@ -236,6 +243,7 @@ def test_a_weight_without_gradient_stays_and_harms_nothing(name: str, eps: float
     assert gradient.learning_rate < 0
 
 
+@pytest.mark.long
 def test_the_root_that_shampoo_takes_has_its_derivative() -> None:
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
@@ -248,5 +256,11 @@ def test_the_root_that_shampoo_takes_has_its_derivative() -> None:
             check_grads(symmetric, (matrix,), order=1, modes=["fwd", "rev"])
 
 
+@pytest.mark.of_bits
 def test_an_increment_may_read_the_old_value_of_a_link_after_it() -> None:
+    hg.testing.check_inverse(Change(0.1), {"matrix": jnp.zeros((3, 2)), "vector": jnp.zeros(2)}, steps=FEW)
+
+
+@pytest.mark.long
+def test_such_an_increment_keeps_the_contract() -> None:
     hg.testing.check_optimizer(Change(0.1))

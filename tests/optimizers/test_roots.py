@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value, some_of
 
 from hypergrad._cpu_kernels import careless, eigh
 from hypergrad.optimizers.roots import eigenvectors, inverse_power, inverse_root
@@ -36,8 +37,7 @@ MATRICES = {
 }
 
 
-@pytest.mark.parametrize("n", [1, 2, 7])
-@pytest.mark.parametrize("p", [1, 2, 4, 6])
+@every_value("p, n", [1, 2, 4, 6], [1, 2, 7])
 def test_both_are_roots(p: int, n: int) -> None:
     a = jnp.asarray(positive(n))
     for x in (inverse_power(a, 1 / p), inverse_root(a, p, steps=60)):
@@ -71,8 +71,7 @@ def differences(f: Any, a: Any, along: Any) -> np.ndarray:
     return np.asarray((4 * half - whole) / 3)
 
 
-@pytest.mark.parametrize("name", MATRICES)
-@pytest.mark.parametrize("e", [1 / 4, 1 / 2, 0.3, 1.0])
+@every_value("name, e", MATRICES, [1 / 4, 1 / 2, 0.3, 1.0])
 def test_the_derivative_is_that_of_differences_also_at_ties_and_zeros(name: str, e: float) -> None:
     a = jnp.asarray(MATRICES[name])
     along = jnp.asarray(positive(4, seed=1))
@@ -115,7 +114,7 @@ def test_a_ridge_is_the_same_as_in_the_matrix(name: str) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("n", [2, 64, 200])
+@some_of("n", [2, 64, 200], 64)
 def test_float32_has_no_root_above_that_of_the_ridge(n: int) -> None:
     """Gradients of few examples: most eigenvalues are zero, and come out on either side of it."""
     few = np.random.default_rng(n).normal(size=(n, 1 + n // 20)).astype(np.float32)

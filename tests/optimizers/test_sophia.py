@@ -104,6 +104,7 @@ def test_under_vmap() -> None:
     np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(end)))(rates), [one(rate) for rate in rates], rtol=1e-8)
 
 
+@pytest.mark.long
 def test_two_estimates_in_one_partition() -> None:
     rule = hg.partition({"w": hg.Sophia(0.01), "b": hg.SophiaG(0.01)}, {"w1": "w", "w2": "w", "b1": "b", "b2": "b"})
     run = hg.train(loss, params(jnp.float64), rule, batches(jnp.float64), steps=3)
@@ -122,6 +123,7 @@ def reversed_gradient(x: jax.Array) -> jax.Array:
 reversed_gradient.defvjp(lambda x: (x, None), lambda _, g: (-0.5 * g,))
 
 
+@pytest.mark.long
 def test_a_loss_with_a_backward_rule_of_its_own() -> None:
     data = batches(jnp.float64)
 
@@ -132,5 +134,7 @@ def test_a_loss_with_a_backward_rule_of_its_own() -> None:
         optimizer = hg.Sophia(rate, gamma=1.0, eps=1e-3)
         return loss(hg.train(odd, params(jnp.float64), optimizer, data, steps=8, adjoint=adjoint).params, None, data(0))
 
-    found, unrolled = (jax.grad(end)(jnp.asarray(0.01), adjoint) for adjoint in (hg.Reversible(), hg.Unrolled()))
+    found, unrolled = (
+        jax.jit(jax.grad(end), static_argnums=1)(jnp.asarray(0.01), adjoint) for adjoint in (hg.Reversible(), hg.Unrolled())
+    )
     assert abs(found - unrolled) < 1e-8 * abs(unrolled)
