@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value
 from extremes import BUFFERS, DENOMINATORS, SMALLEST, STEPS, numerators, schedule, tables
 from hypothesis import strategies as st
 
@@ -228,8 +229,7 @@ def test_noise_of_a_deferred_second_moment_is_what_the_docstring_says():
     assert 4e-22 < (found - exact).std() < 1.2e-21  # the docstring: up to 5.5e-21, at the coarsest
 
 
-@pytest.mark.parametrize("buffer", [HEADS, DEFERRED], ids=["heads", "deferred"])
-@pytest.mark.parametrize("d", DENOMINATORS)
+@every_value("d, buffer", DENOMINATORS, [HEADS, DEFERRED])
 @hypothesis.given(data=st.data())
 def test_no_steps_in_a_row_spill_more_words_than_their_bound(buffer, d, data):
     smallest = data.draw(st.sampled_from([SMALLEST[d], d // 2, d - d // 10, d - 1]))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value
 from extremes import (
     GRIDS,
     LARGEST,
@@ -83,12 +84,11 @@ def test_a_value_is_what_its_limbs_and_scale_say(wide, scale):
     np.testing.assert_array_equal(jitted_decode(x, 48, np.float32), jitted_decode(x, 48, np.float64).astype(np.float32))
 
 
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-@pytest.mark.parametrize("wide", VALUES.values(), ids=VALUES)
-@pytest.mark.parametrize(("dtype", "bits"), GRIDS)
+@every_value("grid, wide, scale", GRIDS, VALUES.values(), SCALES.values())
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=40)
-def test_subtract_undoes_add(dtype, bits, wide, scale, data):
+def test_subtract_undoes_add(grid, wide, scale, data):
+    dtype, bits = grid
     # |x| and |increment| below half of the range: the sum is in range, and no float rounds it up to the limit.
     largest = int((2**61 - 2**40) / (scale or 1))
     high = data.draw(hnp.arrays(np.int64, SIZE, elements=extremes(2**16, largest)))
