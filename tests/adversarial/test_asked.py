@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import long
 from tiny import final, train
 
 import hypergrad as hg
@@ -97,7 +98,7 @@ def test_a_decay_made_of_another_runs_results_is_guessed(monkeypatch: pytest.Mon
     assert max(words) == -(-STEPS // 16)
 
 
-@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("jit", [long(True), False])
 def test_what_else_is_compiled_asks_nothing(jit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line search traces the function once more; without jit, the function compiles itself."""
     train_fn = one_run if jit else lambda h, key: jax.jit(one_run)(h, key)
@@ -148,6 +149,7 @@ def test_an_adjoint_with_room_by_link_is_a_value() -> None:
         hg.Reversible(capacity={1: 2, "b": 3})
 
 
+@pytest.mark.long
 def test_starts_are_asked_with_what_is_fixed_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
     def train_fn(h: Any, key: Any) -> Any:
         return one_run({"m": h["m"] * (0.5 if isinstance(h["kind"], str) else h["kind"])}, key)
@@ -158,6 +160,7 @@ def test_starts_are_asked_with_what_is_fixed_in_each(monkeypatch: pytest.MonkeyP
     assert [values(x) for x in plain] == [values(x) for x in with_asking]
 
 
+@pytest.mark.long
 def test_restarts_resume_with_the_room_of_each(tmp_path: pathlib.Path) -> None:
     """The second outgrows what is guessed: 0.01 loses more than a bit a step."""
     starts = [momentum(0.9), momentum(0.01)]
@@ -168,6 +171,7 @@ def test_restarts_resume_with_the_room_of_each(tmp_path: pathlib.Path) -> None:
     assert [values(x) for x in found] == [values(x) for x in expected]
 
 
+@pytest.mark.long
 def test_a_road_that_fits_a_budget_is_found_where_values_are_known_inside_of_a_program() -> None:
     gradient = jax.grad(lambda m: final(optimizer=hg.SGD(0.1, m), steps=20, adjoint=hg.Auto(10**9)))
     np.testing.assert_allclose(jax.jit(gradient)(0.9), gradient(0.9), rtol=1e-6)

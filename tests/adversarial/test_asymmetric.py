@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import some_of
+from covering import long, some_of
 
 import hypergrad as hg
 from hypergrad import _programs as programs
@@ -146,7 +146,7 @@ def assert_roads_agree(loss: Any, optimizer: Any, given: Any) -> None:
     assert_same(*roads)
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
+@some_of("name", LOSSES, "reversed", "a rule for a function of JAX", "custom_root", "stop_gradient")
 def test_a_field_that_is_no_gradient(name: str) -> None:
     assert_roads_agree(LOSSES[name], lambda rate: hg.SGD(rate, 0.75), inputs())
 
@@ -154,16 +154,16 @@ def test_a_field_that_is_no_gradient(name: str) -> None:
 @pytest.mark.parametrize(
     "optimizer",
     [
-        lambda rate: hg.HeavyBall(rate, 0.75),
-        lambda rate: hg.Adam(rate / 10),
-        lambda rate: hg.clip(hg.SGD(rate, 0.75), 0.05),
+        long(lambda rate: hg.HeavyBall(rate, 0.75), id="HeavyBall"),
+        pytest.param(lambda rate: hg.Adam(rate / 10), id="Adam"),
+        long(lambda rate: hg.clip(hg.SGD(rate, 0.75), 0.05), id="clip"),
     ],
-    ids=["HeavyBall", "Adam", "clip"],
 )
 def test_by_every_kind_of_rule(optimizer: Any) -> None:
     assert_roads_agree(REVERSED, optimizer, inputs())
 
 
+@pytest.mark.long
 def test_beside_statistics() -> None:
     def loss(w: Any, theta: Any, batch: Any) -> Any:
         x = reversed_gradient(jnp.tanh(DATA @ w["features"]), theta)
@@ -174,7 +174,8 @@ def test_beside_statistics() -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer", [lambda rate: hg.SGD(rate, 0.75), lambda rate: hg.Adam(rate / 10)], ids=["SGD", "Adam"]
+    "optimizer",
+    [pytest.param(lambda rate: hg.SGD(rate, 0.75), id="SGD"), long(lambda rate: hg.Adam(rate / 10), id="Adam")],
 )
 def test_a_rule_that_is_not_linear_has_all_cotangents_at_once(optimizer: Any) -> None:
     """What clips a sum is not the sum of what is clipped: those of gradient, loss and statistics come together."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value, long
 
 import hypergrad as hg
 from hypergrad import _programs as programs
@@ -20,6 +21,10 @@ THETAS = {
     "bfloat16": jnp.bfloat16(1.0),
     "complex64": jnp.complex64(1.0 + 2.0j),
 }
+
+
+def eagerly(function: Any) -> Any:
+    return function
 
 
 def another() -> Callable[[], np.ndarray]:
@@ -37,8 +42,7 @@ def loss(w: Any, theta: Any, batch: Any) -> Any:
     return jnp.sum(jnp.abs(w - wide * batch) ** 2)
 
 
-@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", list(THETAS))
+@every_value("name, compile", THETAS, [eagerly, jax.jit])
 def test_no_number_of_a_run_that_failed(name: str, compile: Any) -> None:
     def f(theta: Any) -> Any:
         return jnp.sum(hg.train(loss, W, hg.SGD(0.1, 0.5), changing(), theta=theta, steps=4, throw=False).params)
@@ -78,8 +82,7 @@ def saddle(w: Any, theta: Any, batch: Any) -> Any:
 IMPURE = {"strength": (augmented, jnp.zeros(3)), "saddle": (saddle, jnp.zeros(2))}
 
 
-@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", list(IMPURE))
+@every_value("name, compile", IMPURE, [eagerly, jax.jit])
 def test_batches_that_change_where_no_gradient_does(name: str, compile: Any) -> None:
     function, params = IMPURE[name]
 
@@ -91,7 +94,7 @@ def test_batches_that_change_where_no_gradient_does(name: str, compile: Any) -> 
     assert not lying.exact and lying.first_mismatch.cause == "batch" and lying.first_mismatch.step == 2
 
 
-@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("compile", [eagerly, long(jax.jit)])
 def test_a_loss_that_changes_where_its_gradient_does_not(compile: Any) -> None:
     load = another()
 

@@ -1,5 +1,6 @@
 """How the library compiles changes no number: a loss has the gradient that JAX gives it, by whatever options."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import every_value, some_of
+from covering import some_of
 
 import hypergrad as hg
 
@@ -78,7 +79,7 @@ def nested(p: Any, theta: Any, batch: Any) -> Any:
 
 
 @pytest.mark.of_bits
-@every_value("frozen, steps", [None, "a", "b"], [1, 7])
+@some_of(("frozen", "steps"), list(itertools.product([None, "a", "b"], [1, 7])), ("b", 1))
 def test_frozen_leaves_and_single_steps_come_back(frozen: str | None, steps: int) -> None:
     """A gradient that nobody reads on the way back, and a loop of one step, of which XLA makes none: both are reversed."""
     rng = np.random.default_rng(4)

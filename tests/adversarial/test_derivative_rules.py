@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import every_value
 from jax.scipy import special
 
 import hypergrad as hg
@@ -91,15 +92,14 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("hidden", LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize("rule", ("SGD", "Adam"))
-def test_each_part_of_a_run_is_differentiated_as_training_computes_it(hidden: Any, rule: str) -> None:
+@every_value("name, rule", LOSSES, ["SGD", "Adam"])
+def test_each_part_of_a_run_is_differentiated_as_training_computes_it(name: str, rule: str) -> None:
     """Of the parameters, the learning curve and statistics, with one weight each, so that an error in one of them shows."""
     with jax.enable_x64(True):
         x = jnp.cos(jnp.arange(12.0).reshape(4, 3))
 
         def loss(p: Any, theta: Any, x: Any) -> Any:
-            total = jnp.mean(jnp.tanh(hidden(p, theta, x)) ** 2) + squares(p, theta)
+            total = jnp.mean(jnp.tanh(LOSSES[name](p, theta, x)) ** 2) + squares(p, theta)
             return total, jnp.tanh(x[:, 0] * total)
 
         def value(h: Any, key: Any, adjoint: Any) -> Any:

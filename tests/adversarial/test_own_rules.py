@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value, long
 from tiny import fails
 
 import hypergrad as hg
@@ -32,7 +33,7 @@ class MatrixRule(Optimizer):
     )
 
 
-@pytest.mark.parametrize("bias", ["b", "z"])  # sorted before or after "w"
+@pytest.mark.parametrize("bias", ["b", long("z")])  # sorted before or after "w"
 def test_leaves_may_read_other_links(bias: str) -> None:
     def loss(p: Any, theta: Any, batch: Any) -> Any:
         return jnp.mean((jnp.tanh(X @ p["w"] + p[bias]) - Y) ** 2)
@@ -109,8 +110,7 @@ def _squashed(x: Any, factor: float) -> Any:
     return factor * x + jax.lax.stop_gradient(jnp.tanh(x) - factor * x)
 
 
-@pytest.mark.parametrize("adjoint", [hg.Reversible(), hg.Unrolled()], ids=["Reversible", "Unrolled"])
-@pytest.mark.parametrize("rule", [Reads, Derives])
+@every_value("rule, adjoint", [Reads, Derives], [hg.Reversible(), hg.Unrolled()])
 def test_a_rule_reads_what_is_there_today(rule: Any, adjoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for factor in (1.0, 2.0, 1.0):
         monkeypatch.setattr(Outside, "factor", factor)
@@ -145,6 +145,7 @@ class Averaging(Optimizer):
     )
 
 
+@pytest.mark.long
 def test_a_rule_may_speak_of_an_axis_that_vmap_names() -> None:
     lanes = jnp.stack([W, 3 * W])
     ours = jax.vmap(jax.grad(lambda w: final(w, Averaging) ** 2), axis_name="lanes")(lanes)

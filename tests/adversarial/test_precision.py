@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value, some_of
 from tiny import fails
 
 import hypergrad as hg
@@ -60,8 +61,7 @@ def test_cotangents_of_float16_beside_a_loss_scale() -> None:
         np.testing.assert_allclose(scaled[name], x, rtol=5e-2, err_msg=name)
 
 
-@pytest.mark.parametrize("adjoint", [hg.Reversible(), hg.Unrolled()], ids=["Reversible", "Unrolled"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@every_value("dtype, adjoint", [jnp.bfloat16, jnp.float16], [hg.Reversible(), hg.Unrolled()])
 def test_cotangents_of_narrow_theta_are_summed_in_float32(dtype: Any, adjoint: Any) -> None:
     def f(theta: Any) -> Any:
         loss = lambda w, theta, _: -0.01 * jnp.sum(w) * theta.astype(jnp.float32)  # noqa: E731
@@ -98,8 +98,7 @@ def trained(unit: float, rate: Any, params: Any = WEIGHTS, adjoint: Any = hg.Rev
     return hg.train(loss, params, hg.SGD(rate / unit, 0.9), FULL, steps=20, adjoint=adjoint).params
 
 
-@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("adjoint", [hg.Reversible(), hg.Unrolled()], ids=["Reversible", "Unrolled"])
+@every_value("adjoint, compile", [hg.Reversible(), hg.Unrolled()], [lambda f: f, jax.jit])
 def test_a_loss_in_small_units_warns_with_the_cure(adjoint: Any, compile: Any) -> None:
     run = lambda unit: told(lambda: compile(lambda rate: trained(unit, rate, adjoint=adjoint))(0.2))  # noqa: E731
     _, texts = run(1e-9)
@@ -149,7 +148,7 @@ def of_batch(w: Any, theta: Any, batch: Any) -> Any:
     return jnp.mean((net(w, batch) - jnp.sin(3 * batch)) ** 2)
 
 
-@pytest.mark.parametrize("rule", [hg.Adam, hg.AdamW])
+@some_of("rule", [hg.Adam, hg.AdamW], hg.Adam)
 def test_adam_goes_on_where_it_ended(rule: Any) -> None:
     """12 and 8 steps are 20, with a schedule of the decay too; in value and slope."""
 
@@ -206,7 +205,7 @@ def _over_its_norm(_: None, g: Any) -> Any:
 normalized.defvjp(lambda x: (x, None), _over_its_norm)
 
 
-@pytest.mark.parametrize("size", [1e-2, 1e2])
+@some_of("size", [1e-2, 1e2], 1e-2)
 def test_a_rule_in_float16_that_is_not_linear_in_its_cotangent(size: float) -> None:
     """Cotangents of other losses are scaled on their way through float16."""
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value
 from tiny import BATCHES, PARAMS, fails, final, loss, train
 
 import hypergrad as hg
@@ -18,8 +19,7 @@ RATE, HALF = np.float32(0.1), np.float32(0.5)
 RULES = {"SGD": lambda r: hg.SGD(r, HALF), "Adam": hg.Adam, "clip": lambda r: hg.clip(hg.SGD(r, HALF), np.float32(0.5))}
 
 
-@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("rule", list(RULES))
+@every_value("rule, compile", RULES, [lambda f: f, jax.jit])
 def test_strict_promotions(rule: str, compile: Any) -> None:
     f = lambda r: final(optimizer=RULES[rule](r))  # noqa: E731
     expected = jax.value_and_grad(f)(RATE)
@@ -86,6 +86,7 @@ print("two devices: as one")
 """
 
 
+@pytest.mark.long
 def test_two_devices() -> None:
     """A run that fails raises on each; were it to raise on one alone, XLA would end the process."""
     flags = "--xla_force_host_platform_device_count=2"

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value, long
 from tiny import fails
 
 import hypergrad as hg
@@ -81,8 +82,7 @@ def set_to(value: float) -> None:
     settings.fold[0] = value  # in place
 
 
-@pytest.mark.parametrize("adjoint", ROADS, ids=["Reversible", "Unrolled"])
-@pytest.mark.parametrize("loss", [by_global, by_attribute, by_array, by_derivative_rule], ids=lambda f: f.__name__)
+@every_value("loss, adjoint", [by_global, by_attribute, by_array, by_derivative_rule], ROADS)
 def test_a_loss_reads_what_is_there_today(loss: Any, adjoint: Any) -> None:
     for value in (0.0, 1.0, 0.5, 0.0):
         set_to(value)
@@ -153,8 +153,7 @@ def in_a_branch(w: Any) -> Any:
     return jax.lax.cond(w[0] > -9, lambda w: settings.l2 * jnp.sum(w**2), lambda w: jnp.sum(w), w)
 
 
-@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("where", [in_a_jit, in_a_scan, in_a_branch], ids=lambda f: f.__name__)
+@every_value("where, compile", [in_a_jit, in_a_scan, in_a_branch], [lambda f: f, jax.jit])
 def test_a_traced_value_that_a_loss_reads_is_differentiated(where: Any, compile: Any) -> None:
     def loss(w: Any, theta: Any, batch: Any) -> Any:
         return penalized(0.0)(w) + where(w)
@@ -225,7 +224,7 @@ def test_a_pullback_belongs_to_the_call_that_made_it() -> None:
     np.testing.assert_allclose(push(1.0), expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("adjoint", [*ROADS, hg.Reversible(driver="host")], ids=["Reversible", "Unrolled", "host"])
+@pytest.mark.parametrize("adjoint", [*ROADS, long(hg.Reversible(driver="host"))])
 def test_losses_and_data_are_freed(adjoint: Any) -> None:
     alive = []
     for i in range(40):
