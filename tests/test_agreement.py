@@ -97,6 +97,7 @@ def test_smoothness_of_known_functions() -> None:
     assert s.trusted_step < s.step / 8 and "lower its learning rate" in s.explain()
 
 
+@pytest.mark.long
 def test_smoothness_of_training_moves_what_is_learned_by_at_most_the_step(gradient: Any) -> None:
     seen = []
 

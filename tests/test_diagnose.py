@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import some_of
 from tiny import fails
 
 import hypergrad as hg
@@ -152,7 +153,7 @@ def test_a_run_that_cannot_be_looked_into_is_an_error() -> None:
         hg.diagnose(lambda h, key: h, lambda h: h**2, 0.3)
 
 
-@pytest.mark.parametrize("rule", [hg.SGD, hg.HeavyBall])
+@some_of("rule", [hg.SGD, hg.HeavyBall], hg.SGD)
 def test_rates_beside_the_curvature(rule: Any) -> None:
     """Of a quadratic with curvatures b the limit is 2 (1 + m) / max(a b), in the rates of heavy ball."""
     rates = np.array([0.5, 0.5, 4.5, 3.5, 0.5, 0.5], np.float32)

@@ -37,6 +37,7 @@ def trained(loss: Any, rate: Any, dtype: Any = jnp.float32, **options: Any) -> A
     return hg.train(loss, NET.params(dtype), hg.SGD(0.5, 0.8), batches, theta=rate, steps=STEPS, **options).params
 
 
+@pytest.mark.long
 def test_the_hypergradient_of_a_rate_agrees_with_differences() -> None:
     with jax.enable_x64(True):
         rates = {"all": jnp.array(0.3), "each": jnp.linspace(0.2, 0.6, NET.params()["w1"].shape[1])}

@@ -105,6 +105,7 @@ print(json.dumps(count | {"steps": len(result.history)}))
 """
 
 
+@pytest.mark.long
 def test_a_resumed_run_compiles_nothing(tmp_path: Any) -> None:
     def run(meta_steps: int) -> dict[str, int]:
         command = [sys.executable, "-c", CHILD, str(tmp_path), str(meta_steps)]

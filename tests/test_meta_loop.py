@@ -135,6 +135,7 @@ def test_a_line_search_turns_away_from_where_training_fails() -> None:
     assert result.history[-1].value < 1e-3
 
 
+@pytest.mark.long
 def test_a_line_search_gets_the_room_that_an_evaluation_found_missing() -> None:
     """128 steps at momentum 0.3 lose 222 bits: the second start needs larger buffers than the first was compiled for."""
 

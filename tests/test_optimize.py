@@ -135,6 +135,7 @@ def test_what_is_fixed_stays() -> None:
     assert grads["scale"].unconstrained == 0
 
 
+@pytest.mark.long
 def test_the_host_driver_learns_the_same_without_jit() -> None:
     options = {"meta_steps": 2, "meta_optimizer": optax.sgd(0.1)}
     host = trainer(4, adjoint=hg.Reversible(driver="host"))

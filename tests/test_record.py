@@ -36,6 +36,7 @@ def test_every_step_is_that_of_a_run_that_ends_there(name: str, tmp_path: pathli
     assert_same(walked[0].params, NET.params())
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_links_of_other_shapes_than_the_parameters_are_gone_back_on(tmp_path: pathlib.Path) -> None:
     """Shampoo's roots are not of the shape of a weight."""
@@ -45,6 +46,7 @@ def test_links_of_other_shapes_than_the_parameters_are_gone_back_on(tmp_path: pa
     assert_same(record.resume(5).params, record.trained.params)
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_statistics_are_gone_back_on_too(tmp_path: pathlib.Path) -> None:
     def stated(params: Any, theta: Any, batch: Any) -> Any:
@@ -68,6 +70,7 @@ def test_hypergradients_of_several_functions_without_training_again(name: str, t
         assert_same({name: found[name] for name in names}, expected)
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_resumed_it_ends_as_it_did(tmp_path: pathlib.Path) -> None:
     record = hg.record(**options("adam"), folder=tmp_path)

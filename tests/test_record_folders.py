@@ -152,6 +152,7 @@ def elsewhere(program: str, *arguments: Any) -> int:
     return subprocess.run([sys.executable, "-c", text, *map(str, arguments)], check=False).returncode
 
 
+@pytest.mark.long
 def test_training_that_was_killed_leaves_no_record(tmp_path: pathlib.Path) -> None:
     assert elsewhere(KILLED, tmp_path / "a") == -signal.SIGKILL
     with fails(ValueError, "holds files and no finished record", "Empty it, or name another"):

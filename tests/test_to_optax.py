@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from chains import Change, Shampoo
+from covering import long, some_of
 from problems import network
 
 import hypergrad as hg
@@ -83,9 +84,10 @@ CASES = {
     "links of another shape": lambda: Shampoo(per_step(1e-2, 1e-3), 0.9),
     "the old value of another link": lambda: Change(per_step(1e-2, 1e-3)),
 }
+IN_SHORT = ("HeavyBall", "AdamW", "frozen AdamW", "your own", "links of another shape", "the old value of another link")
 
 
-@pytest.mark.parametrize("name", CASES)
+@some_of("name", CASES, *IN_SHORT)
 def test_a_plain_loop_has_the_losses_of_training(name: str) -> None:
     params, losses = plain(hg.to_optax(CASES[name]()))
     trained = ours(hg.natural(CASES[name]()))
@@ -102,9 +104,9 @@ def held(values: hg.PerStep, steps: int) -> hg.PerStep:
 @pytest.mark.parametrize(
     "rule",
     [
-        hg.ADOPT(0.01),
+        long(hg.ADOPT(0.01)),
         hg.Lion(0.002),
-        hg.NAdamW(hg.PerStep(jnp.linspace(0.001, 0.01, STEPS)), per_step(0.8, 0.9), bits=2),
+        long(hg.NAdamW(hg.PerStep(jnp.linspace(0.001, 0.01, STEPS)), per_step(0.8, 0.9), bits=2)),
         hg.ScheduleFreeAdamW(0.02, bits=2),
         hg.muon_with_adamw(0.02, labels=lambda p: {k: "muon" if x.ndim == 2 else "adamw" for k, x in p.items()}),
     ],
@@ -117,7 +119,7 @@ def test_so_have_rules_that_prepare_many_steps_or_differ_by_leaf(rule: Any) -> N
     np.testing.assert_allclose(losses, trained.losses, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("rule", [hg.SGD, hg.Adam, hg.AdamW])
+@some_of("rule", [hg.SGD, hg.Adam, hg.AdamW], hg.AdamW)
 def test_after_the_schedule_the_last_values_hold(rule: Any) -> None:
     rates, decays, steps = RATES, per_step(0.8, 0.9), 2 * STEPS
     _, losses = plain(hg.to_optax(rule(rates, decays)), steps)
@@ -146,6 +148,7 @@ def test_composes_with_optax() -> None:
     np.testing.assert_allclose(plain(skipping)[1], plain(hg.to_optax(hg.Adam(RATES)))[1], atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_learned_optimizer_goes_out() -> None:
     def train_fn(hypers: Any, key: Any) -> Any:
         return ours(hg.SGD(hypers["rate"], hypers["momentum"])).params

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value, long
 
 import hypergrad as hg
 
@@ -42,7 +43,7 @@ def assert_close(got: Any, expected: Any, rtol: float = 2e-5) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol), got, expected)
 
 
-@pytest.fixture(params=["float64", "float32 under x64"])
+@pytest.fixture(params=["float64", long("float32 under x64")])
 def numbers(request: pytest.FixtureRequest) -> Any:
     """(learning rates, momenta, keys) of three runs, in a type and under a setting of jax_enable_x64."""
     with jax.enable_x64(request.param != "float32"):
@@ -65,6 +66,7 @@ def test_every_way_of_calling_gives_the_same(numbers: Any) -> None:
     assert_close(together, jax.tree.map(lambda *x: jnp.stack(x), *alone), tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_vmap_outside_of_jit_and_map_give_the_same() -> None:
     lanes = jnp.array([0.1, 0.3]), jnp.array([0.5, 0.9]), jax.random.split(jax.random.key(7), 2)
@@ -72,6 +74,7 @@ def test_vmap_outside_of_jit_and_map_give_the_same() -> None:
     assert_close(jax.vmap(value_and_gradients)(*lanes), mapped)
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_vmap_over_keys_or_over_hyperparameters_alone() -> None:
     rates, momentum, keys = jnp.array([0.1, 0.3]), jnp.float32(0.9), jax.random.split(jax.random.key(7), 2)
@@ -117,8 +120,7 @@ def test_a_process_with_x64_gives_the_same() -> None:
     assert_close(results, [float(x) for x in jax.tree.leaves(here)])
 
 
-@pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize("adjoint", [hg.Reversible(), hg.Unrolled()], ids=["reversible", "unrolled"])
+@every_value("adjoint, x64", [hg.Reversible(), hg.Unrolled()], [False, True])
 def test_the_loss_runs_under_the_setting_of_the_caller(adjoint: Any, x64: bool) -> None:
     seen = set()
 
@@ -200,7 +202,7 @@ def test_a_partitioned_module_is_parameters() -> None:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float64", 1e-9)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [long("float32", 1e-6), ("float64", 1e-9)])
 def test_a_run_resumed_is_one_run(dtype: str, tolerance: float) -> None:
     """Up to the digits of the grid: what the first part's buffer held is gone."""
     drawn = np.random.default_rng(1).integers(0, 12, (STEPS, 4))

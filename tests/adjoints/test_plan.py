@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from covering import every_value, long
+from covering import every_value
 
 import hypergrad as hg
 from hypergrad.adjoints import auto
@@ -93,7 +93,8 @@ def test_with_a_budget_the_first_that_fits_is_taken():
     assert "hg.Reversible(buffer='host'): hg.Reversible() does not fit into" in plan.why
 
 
-@pytest.mark.parametrize("compile", [pytest.param(jax.jit, id="jit"), long(lambda f: f, id="eager")])
+@pytest.mark.long
+@pytest.mark.parametrize("compile", [pytest.param(jax.jit, id="jit"), pytest.param(lambda f: f, id="eager")])
 def test_auto_is_what_it_chose_bit_for_bit(compile):
     def slope(adjoint):
         return compile(jax.grad(lambda rate: trained(DENSE, DENSE.theta(), hg.SGD(rate, 0.9), adjoint, 20)))(0.1)
@@ -152,6 +153,7 @@ def test_measured_seconds_and_the_table():
     assert why == "hg.Reversible(): each reversal is checked bit for bit."
 
 
+@pytest.mark.long
 def test_a_long_run_is_measured_on_few_steps():
     steps = 10**6
     batches = hg.full_batch(DENSE.data)

@@ -30,7 +30,7 @@ def sgd(learning_rate: Any = 0.2) -> hg.SGD:
 
 
 @pytest.mark.of_bits
-@some_of("name", KINDS, "attention", "convolution", "layer norm")
+@some_of("name", KINDS, "convolution")
 def test_training_runs_backwards_to_its_first_bits(name: str) -> None:
     net = network(name)
     certificate = hg.check_reversal(net.loss, net.params(), sgd(), net.batches(STEPS), theta=net.theta())
@@ -52,8 +52,6 @@ def value_after(net: Network, learning_rate: jax.Array, theta: Any, key: jax.Arr
     [*((name, 2) for name in KINDS), ("convolution", 0), ("relu", 0)],
     ("attention", 2),
     ("embedding", 2),
-    ("convolution", 0),
-    ("relu", 0),
 )
 def test_the_certificate_holds_in_compiled_gradients(name: str, lanes: int) -> None:
     """A reversal that is not exact raises from compiled code, and its gradient is NaN."""
@@ -195,6 +193,7 @@ def test_a_digit_lost_by_the_buffer_is_caught(patch: pytest.MonkeyPatch, momentu
     assert_all_nan(gradients(hg.full_batch(DATA), *INPUTS, momentum=momentum, throw=False))
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_a_hundred_seeds_at_once_come_back() -> None:
     """Batched, the gradient inside the jvp of this network has other bits than in the forward pass: it is isolated there."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import some_of
 from tiny import fails, final, train
 
 import hypergrad as hg
@@ -68,7 +69,7 @@ def test_much_room_for_digits_is_told(monkeypatch):
     assert not told
 
 
-@pytest.mark.parametrize("spread", ["one", "by step", "by knots", "by weight"])
+@some_of("spread", ["one", "by step", "by knots", "by weight"], "by step", "by weight")
 def test_a_bounded_decay_takes_what_its_lower_end_would(spread, rooms):
     momentum = {
         "one": 0.9,
@@ -153,6 +154,7 @@ def test_a_meta_loop_sets_aside_what_is_needed_where_it_is_much(monkeypatch, roo
     assert len(rooms) == 2  # traced with a guess, which was not compiled
 
 
+@pytest.mark.long
 def test_room_grows_before_it_is_missed_and_is_given_back(monkeypatch, rooms):
     much(monkeypatch)
     towards = lambda sign: optax.GradientTransformation(  # noqa: E731

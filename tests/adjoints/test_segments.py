@@ -71,6 +71,7 @@ def test_its_bits_are_those_of_the_whole_run(where: str, by_hand: Any) -> None:
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @some_of("name", list(OPTIMIZERS)[1:], "clipped")
 def test_of_every_rule(name: str, by_hand: Any) -> None:
@@ -82,6 +83,7 @@ def test_of_every_rule(name: str, by_hand: Any) -> None:
             np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9 * float(jnp.abs(y).max()))
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @pytest.mark.parametrize("transform", [jax.jit, long(jax.vmap)])
 def test_inside_of_jit_and_vmap(transform: Any, by_hand: Any) -> None:
@@ -95,6 +97,7 @@ def test_inside_of_jit_and_vmap(transform: Any, by_hand: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_running_statistics_and_values_per_step_of_theta(by_hand: Any) -> None:
     def stated(params: Any, theta: Any, batch: Any) -> Any:

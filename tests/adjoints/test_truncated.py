@@ -27,6 +27,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @some_of("name", OPTIMIZERS, "adam")
 def test_of_all_steps_it_is_that_of_reversible(name: str) -> None:
@@ -63,6 +64,7 @@ def test_the_status_says_what_is_left_out() -> None:
     assert runs[1].status.approximate == ()
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_it_is_certified_at_its_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
     from hypergrad.exact import Fixed

@@ -80,6 +80,7 @@ def test_files_are_as_long_as_the_digits_and_go_when_nobody_needs_them(tmp_path:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_they_stay_if_asked_to(tmp_path: pathlib.Path) -> None:
     gradient(hg.Disk(tmp_path, keep=True))
     gc.collect()
@@ -176,7 +177,7 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("when", ["2 keep", "2 kept"], ids=["on the way out", "on the way back"])
+@some_of("when", ["2 keep", "2 kept"], "2 kept", ids=["on the way out", "on the way back"])
 def test_what_a_killed_process_leaves_is_removed_by_the_next_run(when: str, tmp_path: pathlib.Path) -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), when], check=False)
     assert done.returncode == -signal.SIGKILL and len(files(tmp_path)) == 1
@@ -184,6 +185,7 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_run(when: str, tmp_
     np.testing.assert_array_equal(found, gradient("device"))
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_two_runs_in_one_folder_do_not_meet(tmp_path: pathlib.Path) -> None:
     inner = []

@@ -248,6 +248,7 @@ def test_words_on_the_host_come_back(stored, kind, driver):
     assert_equal(pull(jnp.ones_like(value)), pull(jnp.ones_like(value)))
 
 
+@pytest.mark.long
 @every_value("stored, kind, transform", LENGTHS, SPILLING, [jax.jit, jax.vmap], indirect=["stored"])
 def test_words_on_the_host_come_back_inside_of_a_program(stored, kind, transform):
     found, expected = (transform(jax.value_and_grad(spilling(kind, buffer=b, capacity=8))) for b in ("host", "device"))

@@ -83,7 +83,7 @@ def plain(arguments: Any) -> jax.Array:
     return sum(weights @ x**2 for x in jax.tree.leaves(found)) + NET.value(end) + losses[2]
 
 
-@pytest.mark.parametrize("name", ADJOINTS)
+@some_of("name", ADJOINTS, "reversible", "off the device", "in segments")
 def test_it_is_that_of_a_plain_loop_with_every_derivative(name: str) -> None:
     with jax.enable_x64(True):
         found = jax.value_and_grad(functools.partial(objective, "sgd", ADJOINTS[name]))(arguments())
@@ -99,6 +99,7 @@ def test_by_every_rule_as_unrolled(kind: str) -> None:
         assert_close(found, expected, 1e-11)
 
 
+@pytest.mark.long
 def test_inside_of_jit_and_vmap() -> None:
     f = jax.value_and_grad(functools.partial(objective, "adam", hg.Reversible(), dtype=jnp.float32))
     many = jax.tree.map(lambda x: jnp.stack([x, 1.1 * x]), arguments(jnp.float32))
