@@ -5,6 +5,7 @@ are compared with prints that were taken on the way out.
 
     record.json    what ran, by prints of its arrays, its program and its machine; the last file to be written
     end.npz        the last state, losses, prints of the states between segments
+    state-N.npz    the state after N steps, of those that are kept
     words-.../     the lost digits, as hypergrad/run/disk.py has them
 """
 
@@ -21,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad._arrays import largest, unpacked
 from hypergrad._record_files import (
     END,
     FORMAT,
@@ -32,12 +32,13 @@ from hypergrad._record_files import (
     like_end,
     opened,
     outcome_of,
+    read_arrays,
     run_of,
     train_and_keep,
     train_on,
-    unchanged,
 )
 from hypergrad._record_prints import compare, prints_of
+from hypergrad._record_states import file_of
 from hypergrad._safe_files import unsealed
 from hypergrad._settings import own_settings
 from hypergrad._train import Trained, put_together
@@ -71,21 +72,24 @@ def record(
     state: dict[str, Any] | None = None,
     statistics: Any = None,
     microbatches: Any = None,
+    states_budget: int | str | None = None,
 ) -> "Record":
     """Train as `hg.train` does, and keep in `folder` what it takes to go back to any step: the end, and the lost digits.
 
     The arguments of `hg.train`, concrete. That is log2(1/decay) bits a parameter and step, 0.152 for a momentum of 0.9. A
     folder that holds a record of the same run is opened, and nothing is trained: also in another process, and with
-    `microbatches` on another number of devices. Raises what
-    `hg.train` raises; ValueError for a folder with the record of another run, by what differs; `hg.StorageError` for files
-    that cannot be written or were changed. Another version of JAX or another processor is a warning: it may round otherwise,
-    and then going back ends in `hg.ReversalError`.
+    `microbatches` on another number of devices. states_budget: bytes, or a string such as "2GiB", for states between the
+    start and the end: with k of them the way back to a step is a (k + 1)-th as long, at most. None: the end alone.
+
+    Raises what `hg.train` raises; ValueError for a folder with the record of another run, by what differs; `hg.StorageError`
+    for files that cannot be written or were changed. Another version of JAX or another processor is a warning: it may round
+    otherwise, and then going back ends in `hg.ReversalError`.
     """
     given = {"params": params, "optimizer": optimizer, "theta": theta, "state": state, "statistics": statistics}
     made = Made(loss, batches, steps, given, microbatches)
     path = pathlib.Path(folder)
     if not (path / NAME).exists():
-        train_and_keep(made, path)
+        train_and_keep(made, path, states_budget)
     return Record(made, path)
 
 
@@ -96,7 +100,7 @@ class Record:
         self._made, self.folder = made, folder
         self._run, self._inputs, self._about = run_of(made, folder)
         run, inputs = self._run, self._inputs
-        about = opened(folder, NAME, LIMIT, lambda content: unsealed(content))
+        about = opened(folder / NAME, LIMIT, unsealed)
         here = prints_of(run, inputs)
         there, name = about.get("prints"), about.get("words")
         known = about.get("format") == FORMAT and isinstance(there, dict) and there.keys() == here.keys()
@@ -106,15 +110,16 @@ class Record:
         with own_settings():
             self._plan, first, _ = begin(run, inputs)
             like = {"end": like_end(run, inputs, self._plan, first)}
-            whole = lambda content: unpacked(unchanged(content, about.get("end")), like)  # noqa: E731
-            (end,) = opened(folder, END, largest(like), whole).values()
-            self._end: End = end
+            self._end: End = read_arrays(folder / END, about.get("end"), like)["end"]
+            self._first, self._kept = first, {int(step): print_ for step, print_ in about["states"].items()}
             self._words = DiskWords.of_before(folder / str(name), buffers_of(run, first))
+            end = self._end
             self._outcome = outcome_of(run, inputs, self._plan, end.state, end.losses, end.noted)
         self.trained = put_together(run, self._about, self._outcome, run.steps, made.given["state"], jnp.bool_(True))
 
     def rewind(self, step: int) -> Trained:
-        """What training had come to after `step` steps, bit for bit; 0: the start. In the time of the steps after it."""
+        """What training had come to after `step` steps, bit for bit; 0: the start. In the time of the steps from there to
+        the next state that is kept."""
         return self._at(step, self._state(step))
 
     def steps(self, first: int, last: int) -> Iterator[tuple[int, Trained]]:
@@ -183,24 +188,43 @@ class Record:
 
         Each segment is undone whole, and judged, before anything of it is given.
         """
-        run, state, missing = self._run, self._end.state, collections.deque(wanted)
-        if missing and missing[0] == run.steps:
+        run, at, state, missing = self._run, self._run.steps, self._end.state, collections.deque(wanted)
+        if missing and missing[0] == at:
             yield missing.popleft(), state
         for k, (first, length) in reversed(list(enumerate(zip(*spans(run), strict=True)))):
+            last = first + length
             if not missing:
                 return
+            if self._nearest(missing[0]) < last:
+                continue
+            if at != last:
+                at, state = last, self._kept_state(last, k + 1)
+            if missing[0] == last:
+                yield missing.popleft(), state
+                if not missing or self._nearest(missing[0]) < last:
+                    continue
             with own_settings():
                 state = refilled(run, state, self._words.take(first))
-                start = self._back(state, k, first + length, first)
+                start = self._back(state, k, last, first)
                 if not (run.segment(state_prints, start) == self._end.starts[k]).all():
                     raise self._error(first)
-            last = first + length
             while missing and missing[0] >= first:
                 step = missing.popleft()
                 with own_settings():
                     state, last = self._back(state, k, last, step), step
                 yield step, without_words(run, state)
-            state = without_words(run, start)
+            at, state = first, without_words(run, start)
+
+    def _nearest(self, step: int) -> int:
+        """The step of the first state from there on that needs no way back."""
+        return min((kept for kept in self._kept if kept >= step), default=self._run.steps)
+
+    def _kept_state(self, step: int, segment: int) -> State:
+        with own_settings():
+            state: State = read_arrays(self.folder / file_of(step), self._kept[step], {"state": self._first})["state"]
+            if not (self._run.segment(state_prints, state) == self._end.starts[segment]).all():
+                raise self._error(step)
+        return state
 
     def _back(self, state: State, segment: int, last: int, step: int) -> State:
         first, length = (own[segment] for own in spans(self._run))

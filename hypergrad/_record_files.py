@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad._arrays import packed
+from hypergrad._arrays import largest, packed, unpacked
 from hypergrad._problem import Problem
 from hypergrad._record_prints import prints_of
+from hypergrad._record_states import file_of, stops
 from hypergrad._safe_files import Damaged, Missing, digest, read, sealed, write_new
 from hypergrad._set_up import About, set_up
 from hypergrad._settings import own_settings
@@ -37,7 +38,7 @@ from hypergrad.run.step import State, final_values, initial_state
 
 
 NAME, END = "record.json", "end.npz"
-FORMAT = 3  # of `prints`, too
+FORMAT = 4  # of `prints`, too
 
 
 class Made(NamedTuple):
@@ -71,7 +72,7 @@ class End(NamedTuple):
     starts: Array  # prints of the state before each segment: uint64 [segments, places]
 
 
-def train_and_keep(made: Made, folder: pathlib.Path) -> None:
+def train_and_keep(made: Made, folder: pathlib.Path, states_budget: int | str | None = None) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(
             f"`folder` {folder} holds files and no finished record: training was interrupted, or it is used for something "
@@ -81,29 +82,32 @@ def train_and_keep(made: Made, folder: pathlib.Path) -> None:
         raise ValueError("hg.record needs `batches` that are a function of t, such as hg.stacked; got hg.host_batches.")
     run, inputs, _ = run_of(made, folder)
     try:
-        _keep(run, inputs, folder)
+        _keep(run, inputs, folder, states_budget)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _keep(run: Run, inputs: Inputs, folder: pathlib.Path) -> None:
+def _keep(run: Run, inputs: Inputs, folder: pathlib.Path, states_budget: int | str | None) -> None:
     starts: list[Array] = []
+    states: dict[str, str] = {}
     with own_settings():
         plan, state, capacity = begin(run, inputs)
-        prints = lambda state: starts.append(run.segment(state_prints, state))  # noqa: E731
-        words, end, seen, noted = store_segments(run, capacity, inputs, state, plan, prints)
+        kept = stops(run, state, states_budget)
+
+        def look(step: int, state: State) -> None:
+            starts.append(run.segment(state_prints, state))
+            if step in kept:
+                states[str(step)] = write_arrays(folder / file_of(step), {"state": state})
+
+        words, end, seen, noted = store_segments(run, capacity, inputs, state, plan, look)
         outcome = outcome_of(run, inputs, plan, end, seen.losses, noted)
     if not outcome.status.ok:
         raise outcome.status.error()
     assert isinstance(words, DiskWords)
-    try:
-        content = packed({"end": End(end, seen.losses, seen.batches, noted, jnp.stack(starts))})
-        about = {"format": FORMAT, "words": words.folder.name, "end": digest(content), "prints": prints_of(run, inputs)}
-        write_new(folder / END, content)
-        write_new(folder / NAME, sealed(about))
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be written to: {error.strerror or error}.") from error
+    print_ = write_arrays(folder / END, {"end": End(end, seen.losses, seen.batches, noted, jnp.stack(starts))})
+    about = {"format": FORMAT, "words": words.folder.name, "end": print_, "states": states}
+    write_file(folder / NAME, sealed(about | {"prints": prints_of(run, inputs)}))
 
 
 def run_of(made: Made, folder: pathlib.Path) -> tuple[Run, Inputs, About]:
@@ -148,16 +152,35 @@ def like_end(run: Run, inputs: Inputs, plan: Plan, first: State) -> End:
     return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(made, inputs, plan, first))
 
 
-def unchanged(content: bytes, print_: Any) -> bytes:
-    if digest(content) != print_:
-        raise Damaged("is damaged or was edited: it does not match the checksum in record.json")
-    return content
+def write_arrays(path: pathlib.Path, trees: dict[str, Any]) -> str:
+    """Returns their checksum."""
+    content = packed(trees)
+    write_file(path, content)
+    return digest(content)
 
 
-def opened(folder: pathlib.Path, name: str, limit: int, parse: Callable[[bytes], Any]) -> Any:
+def read_arrays(path: pathlib.Path, print_: Any, like: dict[str, Any]) -> Any:
+    """The inverse of `write_arrays`, for trees such as `like`."""
+
+    def parse(content: bytes) -> Any:
+        if digest(content) != print_:
+            raise Damaged("is damaged or was edited: it does not match the checksum in record.json")
+        return unpacked(content, like)
+
+    return opened(path, largest(like), parse)
+
+
+def write_file(path: pathlib.Path, content: bytes) -> None:
     try:
-        return parse(read(folder / name, limit))
+        write_new(path, content)
+    except OSError as error:
+        raise StorageError(f"{path.parent} cannot be written to: {error.strerror or error}.") from error
+
+
+def opened(path: pathlib.Path, limit: int, parse: Callable[[bytes], Any]) -> Any:
+    try:
+        return parse(read(path, limit))
     except Missing as error:
-        raise StorageError(f"{folder / name} is missing: {folder} holds no finished record. Record again.") from error
+        raise StorageError(f"{path} is missing: {path.parent} holds no whole record. Record again.") from error
     except Damaged as error:
-        raise StorageError(f"{folder / name} {error}. Record again: nothing can be made of it.") from error
+        raise StorageError(f"{path} {error}. Record again: nothing can be made of it.") from error

@@ -12,6 +12,7 @@ from recorded import NET, OPTIMIZERS, RATES, SEGMENT, STEPS, assert_same, drawn,
 from tiny import fails
 
 import hypergrad as hg
+from hypergrad._record import Record
 from hypergrad.run import cuts
 
 
@@ -34,6 +35,30 @@ def test_every_step_is_that_of_a_run_that_ends_there(name: str, tmp_path: pathli
         for weight in set(expected.state) - {link for link in expected.state if "weight" not in link}:
             np.testing.assert_allclose(walked[step].state[weight], expected.state[weight], rtol=1e-5)
     assert_same(walked[0].params, NET.params())
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("states, at", [(1, [4]), (2, [4, 8]), (9, [4, 8])])
+def test_with_states_kept_on_the_way_only_what_follows_a_step_is_undone(
+    states: int, at: list[int], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = hg.record(**options(), folder=tmp_path / "plain")
+    size = sum(x.nbytes for x in jax.tree.leaves(plain._end.state))
+    record = hg.record(**options(), folder=tmp_path / "kept", states_budget=states * size)
+    assert sorted(path.name for path in record.folder.glob("state-*")) == [f"state-{step}.npz" for step in at]
+    undone: list[int] = []
+    back = Record._back
+    monkeypatch.setattr(Record, "_back", lambda self, state, k, *steps: undone.append(k) or back(self, state, k, *steps))
+    for step in range(STEPS + 1):
+        expected = numbers(plain.rewind(step))
+        undone.clear()
+        assert_same(numbers(record.rewind(step)), expected)
+        nearest = min([kept for kept in at if kept >= step], default=STEPS)
+        assert set(undone) == (set(range(step // SEGMENT, -(-nearest // SEGMENT))) if step < nearest else set())
+    for (step, found), (same, expected) in zip(record.steps(0, STEPS), plain.steps(0, STEPS), strict=True):
+        assert step == same
+        assert_same(numbers(found), numbers(expected))
+    assert_same(numbers(record.resume(3)), numbers(plain.trained))
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from recorded import NET, RATES, SEGMENT, STEPS, assert_same, drawn, options
 from tiny import fails
 
 import hypergrad as hg
+from hypergrad._safe_files import sealed, unsealed
 from hypergrad.run import cuts, disk, rewind
 
 
@@ -75,6 +76,8 @@ DAMAGE = {
     "record.json, another": ("record.json", reworded, "does not match its own checksum"),
     "end.npz, cut off": ("end.npz", lambda path: os.truncate(path, 1000), "does not match the checksum"),
     "end.npz, missing": ("end.npz", lambda path: path.unlink(), "is missing"),
+    "a state, flipped": ("state-4.npz", flipped, "does not match the checksum in record.json"),
+    "a state, missing": ("state-4.npz", lambda path: path.unlink(), "is missing"),
     "words, flipped": ("words-*/0-velocity.words", flipped, "was changed or cut off"),
     "words, cut off": ("words-*/0-velocity.words", lambda path: os.truncate(path, path.stat().st_size - 1), "cut off"),
     "words, without the last chunk": ("words-*/0-velocity.words", without_the_last, "lacks digits of the steps from 8"),
@@ -85,7 +88,7 @@ DAMAGE = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_record_is_an_error_by_the_file(name: str, tmp_path: pathlib.Path) -> None:
     pattern, damage, fragment = DAMAGE[name]
-    hg.record(**options(), folder=tmp_path)
+    hg.record(**options(), folder=tmp_path, states_budget="1MiB" if pattern.startswith("state") else None)
     (path,) = tmp_path.glob(pattern)
     damage(path)
     with fails(hg.StorageError, str(path.parent), fragment):
@@ -100,6 +103,29 @@ def test_an_end_that_was_edited_is_told(tmp_path: pathlib.Path) -> None:
     np.savez(tmp_path / "end.npz", **arrays)
     with fails(hg.StorageError, "end.npz", "does not match the checksum in record.json"):
         hg.record(**options(), folder=tmp_path)
+
+
+def test_a_state_of_another_run_is_told(tmp_path: pathlib.Path) -> None:
+    """Whoever puts it there gives its checksum, too."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    for folder, theta in ((own, 0.0), (other, 0.1)):
+        hg.record(**options() | {"theta": NET.theta(value=theta)}, folder=folder, states_budget="1MiB")
+    for name in ("state-4.npz", "state-8.npz"):
+        (own / name).write_bytes((other / name).read_bytes())
+    about = unsealed((own / "record.json").read_bytes())
+    states = unsealed((other / "record.json").read_bytes())["states"]
+    (own / "record.json").write_bytes(sealed(about | {"states": states}))
+    with fails(hg.ReversalError, "does not lead back to step 4"):
+        hg.record(**options() | {"theta": NET.theta(value=0.0)}, folder=own).rewind(4)
+
+
+@pytest.mark.parametrize(
+    "budget, fragment", [(1, "holds no state of this run: the smallest that works is"), ("1 potato", "1 potato")]
+)
+def test_a_budget_that_holds_no_state(budget: Any, fragment: str, tmp_path: pathlib.Path) -> None:
+    with fails(ValueError, "states_budget", fragment):
+        hg.record(**options(), folder=tmp_path / "a", states_budget=budget)
+    assert not (tmp_path / "a").exists()
 
 
 def test_what_rounds_otherwise_is_found_on_the_way_back(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,17 +127,17 @@ def _build(road: Road, task: Task) -> tuple[Callable[[], Array], Any]:
     if road.loop:
         function, rates = road.function(task), task.rates
         return lambda: jax.block_until_ready(function(rates)), None
-    program, arguments = lowered(road, task)
-    compiled = program.compile()
+    program, arguments = traced(road, task)
+    compiled = program.lower().compile()
     return lambda: jax.block_until_ready(compiled(*arguments)), compiled.memory_analysis().temp_size_in_bytes
 
 
-def lowered(road: Road, task: Task) -> tuple[Any, tuple[Any, ...]]:
-    """(a program to be compiled, its arguments): data and parameters are among these, as `hg.optimize` has it."""
+def traced(road: Road, task: Task) -> tuple[Any, tuple[Any, ...]]:
+    """(a program to be lowered, its arguments): data and parameters are among these, as `hg.optimize` has it."""
     arguments = (task.params, task.data), task.rates
     jit = functools.partial(jax.jit, compiler_options=road.options())
     replaced = lambda arrays: task._replace(params=arrays[0], data=arrays[1])  # noqa: E731
-    return jit(lambda arrays, rates: road.function(replaced(arrays), rates)).lower(*arguments), arguments
+    return jit(lambda arrays, rates: road.function(replaced(arrays), rates)).trace(*arguments), arguments
 
 
 def _timed(run: Callable[[], Array]) -> tuple[float, Array]:
@@ -150,11 +150,16 @@ def resident_growth(run: Callable[[], Any]) -> int:
     """By how many bytes the process grows at most while `run` runs, looked at every five milliseconds."""
     gc.collect()
     _trim()
-    before, most, done = _resident(), [0], threading.Event()
+    return grown(run, _resident, 0.005)
+
+
+def grown(run: Callable[[], Any], size: Callable[[], int], every: float) -> int:
+    """By how much `size()` grows at most while `run` runs, looked at every so many seconds."""
+    before, most, done = size(), [0], threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.005):
-            most[0] = max(most[0], _resident())
+        while not done.wait(every):
+            most[0] = max(most[0], size())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -163,7 +168,7 @@ def resident_growth(run: Callable[[], Any]) -> int:
     finally:
         done.set()
         watcher.join()
-    return max(0, max(most[0], _resident()) - before)
+    return max(0, max(most[0], size()) - before)
 
 
 def _resident() -> int:

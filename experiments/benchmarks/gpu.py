@@ -29,7 +29,7 @@ from jax import Array
 import hypergrad as hg
 from experiments import _record
 from experiments.benchmarks import exact_layer, roads, scaling
-from experiments.benchmarks._measure import Limits, lowered, measure
+from experiments.benchmarks._measure import Limits, measure, traced
 from experiments.benchmarks.hypergradient import line
 from experiments.benchmarks.workloads import Task, conv_task, mlp_task, transformer_task
 
@@ -130,8 +130,8 @@ def reversed_by(adjoint: hg.Reversible) -> roads.Road:
 
 
 def run(road: roads.Road, task: Task) -> Array:
-    program, arguments = lowered(road, task)
-    return jax.block_until_ready(program.compile()(*arguments))
+    program, arguments = traced(road, task)
+    return jax.block_until_ready(program.lower().compile()(*arguments))
 
 
 def distance(found: Array, expected: Array) -> float:
@@ -145,8 +145,8 @@ def buffers(config: Config) -> list[dict[str, Any]]:
     for steps in (4, 8) if config.tiny else config.long:
         gradients: list[Array] = []
         for buffer in ("device", "host"):
-            program, arguments = lowered(reversed_by(hg.Reversible(driver="scan", buffer=buffer)), scaling.network(steps))
-            compiled = program.compile()
+            program, arguments = traced(reversed_by(hg.Reversible(driver="scan", buffer=buffer)), scaling.network(steps))
+            compiled = program.lower().compile()
             gradients.append(jax.block_until_ready(compiled(*arguments)))
             begin = time.perf_counter()
             jax.block_until_ready(compiled(*arguments))

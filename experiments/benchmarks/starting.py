@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 
 from experiments.benchmarks import roads
-from experiments.benchmarks._measure import lowered
+from experiments.benchmarks._measure import traced
 from experiments.benchmarks.workloads import WORKLOADS, Task
 
 
@@ -30,7 +30,7 @@ def compile_seconds(task: Task, rounds: int) -> dict[str, list[float]]:
         for road in chosen:
             jax.clear_caches()
             begin = time.perf_counter()
-            lowered(road, task)[0].compile()
+            traced(road, task)[0].lower().compile()
             seconds[road.name].append(time.perf_counter() - begin)
     return seconds
 

@@ -16,7 +16,7 @@ from hypergrad._report import current_ledger, mask, probing, surface, watched
 from hypergrad._settings import own_settings
 from hypergrad.adjoints.base import Adjoint, Cost
 from hypergrad.adjoints.budget import bytes_of, cut, shown_bytes
-from hypergrad.adjoints.capacity import capacities
+from hypergrad.adjoints.capacity import capacities, in_full_words
 from hypergrad.adjoints.reversible import Reversible
 from hypergrad.adjoints.unrolled import Checkpointed
 from hypergrad.exact import WORD_BITS
@@ -135,13 +135,14 @@ def room(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> Room:
 
 
 def stacked(run: Run, inputs: Inputs) -> int:
-    """Bytes that a program sends to host memory: of whole segments, room for words, and losses."""
+    """Bytes that a program sends to host memory: of each segment room for words, and losses."""
     with own_settings():
+        run = in_full_words(run, inputs, None)
         found = capacities(run, inputs.h, None)
     rows = zip(run.blocks, inputs.values, found, strict=True)
     words = sum((n or 0) * own[k.name].size for b, own, row in rows for k, n in zip(b.chain, row, strict=True))
     loss = jax.tree.leaves(run.functions.loss.out)[0].dtype.itemsize
-    return run.steps // run.stride * (words * WORD_BITS // 8 + loss * run.stride)
+    return len(run.emptied) * words * WORD_BITS // 8 + loss * run.steps
 
 
 def words_of(run: Run, inputs: Inputs) -> int:

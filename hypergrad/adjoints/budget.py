@@ -9,10 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from hypergrad.adjoints.capacity import Given, lost_of, words_of
+from hypergrad.adjoints.capacity import Given, decaying, words_of
 from hypergrad.exact import HEADS, WORD_BITS
-from hypergrad.optimizers.block import Block, Lost
-from hypergrad.optimizers.chain import Link
 from hypergrad.run.spec import Inputs, Run
 
 
@@ -31,7 +29,7 @@ _UNITS = {
 }
 
 
-def bytes_of(budget: Any) -> int:
+def bytes_of(budget: Any, name: str = "memory_budget") -> int:
     """2048 or "512MiB" -> bytes."""
     if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
         return budget
@@ -40,9 +38,7 @@ def bytes_of(budget: Any) -> int:
         size = int(float(match[1]) * _UNITS[match[2]])
         if size > 0:
             return size
-    raise ValueError(
-        f'`memory_budget` must be bytes, an int above 0, or a string such as "512MiB" or "2 GB"; got {budget!r}.'
-    )
+    raise ValueError(f'`{name}` must be bytes, an int above 0, or a string such as "512MiB" or "2 GB"; got {budget!r}.')
 
 
 def shown_bytes(size: int) -> str:
@@ -59,7 +55,7 @@ def cut(run: Run, inputs: Inputs, budget: int, capacity: Given) -> Run:
     where none do, into segments of segments, replayed once more a level. Raises ValueError with the smallest budget.
     capacity: 32-bit words of all steps, as users give it.
     """
-    state, decaying = _bytes_of_state(run, inputs), list(_decaying(run, inputs, capacity))
+    state, lossy = _bytes_of_state(run, inputs), list(decaying(run, inputs, capacity))
     smallest = math.inf
     for levels in range(LEVELS + 1):
         for candidate in _cuts(run, levels):
@@ -67,8 +63,8 @@ def cut(run: Run, inputs: Inputs, budget: int, capacity: Given) -> Run:
             if states >= smallest:
                 break  # more segments only take more
             entries = (
-                (words_of(candidate, block, link, lost) + (block.buffer(link) == HEADS)) * size
-                for block, link, lost, size in decaying
+                (words_of(candidate, block.buffer(link), lost) + (block.buffer(link) == HEADS)) * size
+                for block, link, lost, size in lossy
             )
             needed = states + sum(entries) * WORD_BITS // 8
             if needed <= budget:
@@ -100,11 +96,3 @@ def _bytes_of_state(run: Run, inputs: Inputs) -> int:
     ]
     heads = [4 if link.decay and block.buffer(link) == HEADS else 0 for block, link, _ in links]
     return sum(x.size * (8 * (1 + link.wide) + head) for (_, link, x), head in zip(links, heads, strict=True))
-
-
-def _decaying(run: Run, inputs: Inputs, capacity: Given) -> Iterator[tuple[Block, Link, Lost, int]]:
-    """(block, link, what is lost of each value, how many values there are)"""
-    for block, values, own in zip(run.blocks, inputs.values, inputs.h, strict=True):
-        for link in block.chain:
-            if link.decay:
-                yield block, link, lost_of(run, block, link, own, capacity)[0], values[link.name].size

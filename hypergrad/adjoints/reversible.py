@@ -16,7 +16,7 @@ from hypergrad._settings import own_settings
 from hypergrad.adjoints.backward import Pushed
 from hypergrad.adjoints.base import Adjoint, Cost
 from hypergrad.adjoints.budget import bytes_of, cut
-from hypergrad.adjoints.capacity import Given, capacities, given
+from hypergrad.adjoints.capacity import Given, capacities, given, in_full_words
 from hypergrad.adjoints.passes import Back, Ends, Wanted, run_backward, run_forward, settled_driver
 from hypergrad.errors import BATCHES, LOSSES, OK, REVERSAL, Status
 from hypergrad.optimizers.chain import PARAMS
@@ -155,6 +155,7 @@ class _Known(eqx.Module):
     again: Capacity | None = eqx.field(static=True)  # of the buffers, where Python trains
     first: int = eqx.field(static=True)  # how the run was cut
     segments: tuple[int, ...] = eqx.field(static=True)
+    every: int | None = eqx.field(static=True)
 
 
 def _run_fwd(run: Run, room: Room, *inputs: Any) -> tuple[Outcome, Residuals]:
@@ -167,6 +168,9 @@ def _run_fwd(run: Run, room: Room, *inputs: Any) -> tuple[Outcome, Residuals]:
             )
     with own_settings():
         run = run if room.budget is None else cut(run, arrays, room.budget, room.capacity)
+        from_python = settled_driver(run, arrays).from_python
+        if run.store is not None and not from_python:
+            run = in_full_words(run, arrays, room.capacity)
         words = capacities(run, arrays.h, room.capacity)
     if room.kept is None:
         outcome, ends, batches = run_forward(run, words, arrays)
@@ -174,8 +178,8 @@ def _run_fwd(run: Run, room: Room, *inputs: Any) -> tuple[Outcome, Residuals]:
         outcome, ends, batches = room.kept.outcome, room.kept.ends, room.kept.batches
     if run.throw and concrete(outcome.status) and not outcome.status.ok:
         raise outcome.status.error()  # here it is known; outside, an eager jax.grad makes a tracer of it
-    from_python = settled_driver(run, arrays).from_python
-    known = _Known(tuple(map(bool, perturbed.theta)), words if from_python else None, run.first, run.segments)
+    again = words if from_python else None
+    known = _Known(tuple(map(bool, perturbed.theta)), again, run.first, run.segments, run.every)
     return outcome, Residuals(arrays, ends, Seen(outcome.losses, batches), outcome.status, known)
 
 
@@ -185,8 +189,8 @@ def _run_bwd(run: Run, room: Room, residuals: Residuals, ct: Outcome) -> tuple[A
     dmetrics = () if all(map(_is_zero, ct.metrics)) else list(map(_dense, ct.metrics))
     pushed = Pushed(None if _is_zero(ct.losses) else ct.losses, dmetrics)
     followed = not all(_is_zero(x) for j in run.statistics for x in ct.values[j].values())
-    run = dataclasses.replace(run, first=residuals.known.first, segments=residuals.known.segments)
     known, wanted = residuals.known, Wanted(residuals.known.theta, followed)
+    run = dataclasses.replace(run, first=known.first, segments=known.segments, every=known.every)
     back = run_backward(run, wanted, inputs, residuals.ends, residuals.seen, dvalues, pushed, again=known.again)
     status = _certificate(run, residuals.status, back, _faint([dvalues[j][PARAMS] for j in run.parameters]))
     if run.watch == "norms":

@@ -30,14 +30,15 @@ def store_segments(
     inputs: Inputs,
     state: State,
     plan: Plan,
-    look: Callable[[State], Any] = lambda _: None,
+    look: Callable[[int, State], Any] = lambda *_: None,
 ) -> tuple[Words, State, Seen, Noted]:
-    """`forward` of all steps, and where the words of its segments are. look: at the state before each."""
+    """`forward` of all steps, and where the words of its segments are. look: at the first step of each, and the state
+    before it."""
     assert run.store is not None
     pieces, used = Pieces(), _used(run, plan)
     words = run.store.words(*_announced(run, state, used))
     for k, (first, length, counts) in enumerate(zip(*spans(run), used, strict=True)):
-        look(state)
+        look(first, state)
         arguments = inputs, marks(plan, k), state, jnp.int32(first)
         state, stacks, *seen = run.segment(_train_segment, *arguments, static=(capacity, length))
         words.put(first, length, stacks, counts)
@@ -82,7 +83,7 @@ def stack_segments(
     found, last = step_by_step(found), None
     if rest:
         state, stacks, late, noted = train(state, count, rest)
-        found, last = joined(found, (late, noted)), (stacks, late)
+        found, last = joined(found, (late, noted)), _moved((stacks, late), jax.memory.Space.Host)
     seen, noted = found
     return Stacks(equal, last), state, seen, noted_in_all(run, noted)
 
@@ -97,7 +98,7 @@ def undo_stacked(way: Way, kept: Stacks, carry: Any) -> tuple[Any, OfSteps]:
         return _undo_segment(run, way.wanted, length, *shared, seen, marks(way.plan, k), words, carry, first)
 
     if kept.rest is not None:
-        carry, late = back(carry, count, rest, kept.rest)
+        carry, late = back(carry, count, rest, _moved(kept.rest, jax.memory.Space.Device))
 
     def one(carry: Any, x: tuple[Array, Any]) -> tuple[Any, OfSteps]:
         return back(carry, x[0], run.stride, _moved(x[1], jax.memory.Space.Device))

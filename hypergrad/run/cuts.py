@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 
-STORED = 256  # steps of a segment whose words go elsewhere
+STORED = 256  # steps of a segment whose words go elsewhere, or about as many
 
 
 class InSegments:
@@ -17,6 +17,7 @@ class InSegments:
     store: Any
     first: int
     segments: tuple[int, ...]
+    every: int | None
 
     @property
     def undone(self) -> int:
@@ -39,7 +40,7 @@ class InSegments:
     def stride(self) -> int:
         """Steps of each segment but the last."""
         if self.store is not None:
-            return -(-self.steps // -(-self.steps // STORED))
+            return self.every or -(-self.steps // -(-self.steps // STORED))
         return self.first // math.prod(self.segments) if self.first else self.steps
 
     @property

@@ -75,6 +75,7 @@ class Run(InSegments):
     retries: bool = False  # whether a reverse pass that fails is tried again with gradients apart
     first: int = 0  # the step that the last segment begins with: that whose words are kept
     segments: tuple[int, ...] = ()  # how what comes before is cut: so many, of so many each, ...; (): it is not undone
+    every: int | None = None  # steps of a segment whose words go elsewhere; None: at most `cuts.STORED`, all of one length
 
     @property
     def from_python(self) -> bool:
