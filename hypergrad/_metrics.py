@@ -52,38 +52,48 @@ def measured(
         with door.calling(CALL, *arguments):
             return _checked(metric(*arguments))
 
-    like = [
-        {k.name: jax.ShapeDtypeStruct(x[k.name].shape, b.leaf_dtype if k.name == PARAMS else b.dtype) for k in b.chain}
-        for b, x in zip(blocks, values, strict=False)
-    ]
     given, arrays, batch = traced.like
     at_a_step = [jax.ShapeDtypeStruct(x.shape[1:] if s else x.shape, x.dtype) for x, s in zip(leaves, stepped, strict=True)]
-    arguments = like, [*given, *at_a_step], arrays, batch
+    arguments = _like(blocks, values), [*given, *at_a_step], arrays, batch
     program, held = programs.trace(of_step, *arguments)
     captured = traced.theta[len(given) :]
     places = tuple(next((i for i, y in enumerate(captured) if x is y), None) for x in held)
     rest = [x for x, place in zip(held, places, strict=True) if place is None]
-    for x in rest:
+    _reject_traced(metric, rest)
+    kernels = Program(careful_kernels(program.jaxpr), program.key, program.out)
+    found = Metrics(kernels, places, len(leaves), rules_of(metric, program, held, arguments))
+    return _among(traced, found, leaves, stepped, rest)
+
+
+def _like(blocks: tuple[Block, ...], values: list[Floats]) -> list[dict[str, jax.ShapeDtypeStruct]]:
+    """The values of the blocks of the parameters, as a step has them."""
+    return [
+        {k.name: jax.ShapeDtypeStruct(x[k.name].shape, b.leaf_dtype if k.name == PARAMS else b.dtype) for k in b.chain}
+        for b, x in zip(blocks, values, strict=False)
+    ]
+
+
+def _reject_traced(metric: Callable[..., Any], arrays: list[Any]) -> None:
+    for x in arrays:
         if isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact):
             raise ValueError(
                 f"`metric` ({name_of(metric)}) reads the traced value {name_in(metric, x)} from outside, whose derivative "
                 "would be lost. Make it a part of theta."
             )
-    found = Metrics(
-        Program(careful_kernels(program.jaxpr), program.key, program.out),
-        places,
-        len(leaves),
-        rules_of(metric, program, held, arguments),
-    )
-    functions = dataclasses.replace(
-        traced.functions,
-        metrics=found,
-        theta=dataclasses.replace(traced.functions.theta, stepped=(*traced.functions.theta.stepped, *stepped)),
-    )
+
+
+def _among(traced: Traced, found: Metrics, leaves: list[Any], stepped: Any, rest: list[Any]) -> Traced:
+    """With the metric among the functions. leaves: of the optimizer, which it reads, whether each is per step; rest: arrays
+    that it closes over."""
+    theta = dataclasses.replace(traced.functions.theta, stepped=(*traced.functions.theta.stepped, *stepped))
     frozen = traced.frozen._replace(metrics=[programs.owned(x) for x in rest])
     before = len(traced.frozen.theta) + len(traced.frozen.loss) + len(traced.frozen.signals)
-    names = *traced.names[:before], *("what the metric closes over" for _ in rest), *traced.names[before:]
-    return traced._replace(functions=functions, theta=[*traced.theta, *leaves], frozen=frozen, names=names)
+    return traced._replace(
+        functions=dataclasses.replace(traced.functions, metrics=found, theta=theta),
+        theta=[*traced.theta, *leaves],
+        frozen=frozen,
+        names=(*traced.names[:before], *("what the metric closes over" for _ in rest), *traced.names[before:]),
+    )
 
 
 def _checked(given: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hypergrad import _door as door
 from hypergrad._problem import Problem
@@ -35,7 +36,7 @@ from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Outcome
 
 
-MEASURED_STEPS = 64
+MEASURED, MEASURED_STEPS = 3, 64
 
 OFFERED: tuple[Adjoint, ...] = (Reversible(), Reversible(buffer="host"), Checkpointed(), Unrolled())
 
@@ -183,11 +184,13 @@ def _seconds(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> floa
     else:
         program = derivative(adjoint, short, few, wanted)
         call = lambda: program(few)  # noqa: E731
+    seconds = []
     with own_settings():
-        jax.block_until_ready(call())  # allocates, and wakes threads
-        begin = time.perf_counter()
-        jax.block_until_ready(call())
-    return (time.perf_counter() - begin) * run.steps / short.steps
+        for _ in range(1 + MEASURED):
+            begin = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds.append(time.perf_counter() - begin)
+    return float(np.median(seconds[1:])) * run.steps / short.steps  # the first allocates, and wakes threads
 
 
 def _shortened(run: Run, inputs: Inputs) -> tuple[Run, Inputs]:

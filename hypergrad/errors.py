@@ -98,18 +98,8 @@ class Status(eqx.Module):
                 return ""
             case 1:
                 return decay_sentence(where, value, step, self.limits[place])
-            case 2 if step < 0:
-                return f"{where} is NaN or infinite before the first step. Look at how it is initialized."
             case 2:
-                added = (
-                    f" As microbatches={self.microbatches} are added on a grid, what is above {2**22:,} in the gradient or "
-                    "the statistics of one counts as infinite, too."
-                )
-                return (
-                    f"{where} became NaN or infinite{at}. Training diverged, or a hyperparameter or the loss is not finite: "
-                    "lower the learning rate, clip the gradient, or check the loss for log(0), sqrt(0) and 0/0."
-                    f"{added if self.microbatches else ''}"
-                )
+                return _non_finite(where, step, self.microbatches)
             case 3:
                 return (
                     f"{where} left the range of its fixed-point grid{at}: magnitude {value:.4g}, range "
@@ -123,25 +113,7 @@ class Status(eqx.Module):
                     f"Pass adjoint=hg.Reversible(capacity={words})."
                 )
             case _:
-                otherwise = "so its derivative would not be that of this training run"
-                if place == BATCHES:
-                    return (
-                        f"the reversed run saw other batches than the training, {otherwise}. Make `batches` a pure function "
-                        "of t, with randomness from jax.random.fold_in(key, t), or in Python np.random.default_rng((seed, "
-                        "t)). hg.check_reversal(...) names the step."
-                    )
-                back = (
-                    "see the losses of the training again" if place == LOSSES else f"return to the initial bits of {where}"
-                )
-                return (
-                    f"the reversed run did not {back}, {otherwise}. Unless "
-                    "isolate=False was passed, it was tried with gradients compiled apart from their derivatives too. So "
-                    "something else differed between the passes: a sum that this device adds up in no fixed order, an "
-                    "increment of an optimizer of your own (hg.testing.check_optimizer), or a loss that calls Python and "
-                    "gets another answer. If it is none of these, it is a defect of hypergrad: please report it. "
-                    "hg.check_reversal(...) names the step, the place and the cause; hg.Checkpointed() and hg.Unrolled() "
-                    "reverse nothing."
-                )
+                return _not_reversed(place, where)
 
     def notes(self) -> tuple[str, ...]:
         """What should be known of a run that went well: a sentence each."""
@@ -188,6 +160,39 @@ class Status(eqx.Module):
             return f"Status(code={self.code}, step={self.step})"
         left_out = f"derivative approximate: {'; '.join(self.approximate)}, " if self.approximate else ""
         return f"Status({self.sentence() or 'ok'!r}, {left_out}words={int(self.words)}, bits={float(self.bits):.4g})"
+
+
+def _non_finite(where: str, step: int, microbatches: int) -> str:
+    if step < 0:
+        return f"{where} is NaN or infinite before the first step. Look at how it is initialized."
+    added = (
+        f" As microbatches={microbatches} are added on a grid, what is above {2**22:,} in the gradient or the statistics of "
+        "one counts as infinite, too."
+    )
+    return (
+        f"{where} became NaN or infinite at step {step}. Training diverged, or a hyperparameter or the loss is not finite: "
+        "lower the learning rate, clip the gradient, or check the loss for log(0), sqrt(0) and 0/0."
+        f"{added if microbatches else ''}"
+    )
+
+
+def _not_reversed(place: int, where: str) -> str:
+    otherwise = "so its derivative would not be that of this training run"
+    if place == BATCHES:
+        return (
+            f"the reversed run saw other batches than the training, {otherwise}. Make `batches` a pure function of t, with "
+            "randomness from jax.random.fold_in(key, t), or in Python np.random.default_rng((seed, t)). "
+            "hg.check_reversal(...) names the step."
+        )
+    back = "see the losses of the training again" if place == LOSSES else f"return to the initial bits of {where}"
+    return (
+        f"the reversed run did not {back}, {otherwise}. Unless isolate=False was passed, it was tried with gradients "
+        "compiled apart from their derivatives too. So something else differed between the passes: a sum that this device "
+        "adds up in no fixed order, an increment of an optimizer of your own (hg.testing.check_optimizer), or a loss that "
+        "calls Python and gets another answer. If it is none of these, it is a defect of hypergrad: please report it. "
+        "hg.check_reversal(...) names the step, the place and the cause; hg.Checkpointed() and hg.Unrolled() reverse "
+        "nothing."
+    )
 
 
 def decay_sentence(name: str, value: float, step: int = -1, highest: float = 1 - 2.0**-16) -> str:

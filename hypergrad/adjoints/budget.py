@@ -3,10 +3,11 @@
 Invariant: states that are kept between segments, and the words of the longest, take no more bytes than the budget.
 """
 
+import bisect
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hypergrad.adjoints.capacity import Given, decaying, words_of
@@ -51,25 +52,28 @@ def shown_bytes(size: int) -> str:
 def cut(run: Run, inputs: Inputs, budget: int, capacity: Given) -> Run:
     """The run cut as little as the budget allows, in bytes.
 
-    Not at all where it holds the words of all steps, else into the fewest segments that fit, each of which is replayed once;
-    where none do, into segments of segments, replayed once more a level. Raises ValueError with the smallest budget.
+    Not at all where it holds the words of all steps, else into the fewest segments that fit, each of which but the last is
+    replayed once; where none do, into segments of segments, replayed once more a level. Raises ValueError with the smallest
+    budget.
     capacity: 32-bit words of all steps, as users give it.
     """
     state, lossy = _bytes_of_state(run, inputs), list(decaying(run, inputs, capacity))
+
+    def needed(candidate: Run) -> int:
+        entries = (
+            (words_of(candidate, block.buffer(link), lost) + (block.buffer(link) == HEADS)) * size
+            for block, link, lost, size in lossy
+        )
+        return sum(candidate.segments) * state + sum(entries) * WORD_BITS // 8
+
     smallest = math.inf
     for levels in range(LEVELS + 1):
         for candidate in _cuts(run, levels):
-            states = sum(candidate.segments) * state
-            if states >= smallest:
+            if sum(candidate.segments) * state >= smallest:
                 break  # more segments only take more
-            entries = (
-                (words_of(candidate, block.buffer(link), lost) + (block.buffer(link) == HEADS)) * size
-                for block, link, lost, size in lossy
-            )
-            needed = states + sum(entries) * WORD_BITS // 8
-            if needed <= budget:
-                return candidate
-            smallest = min(smallest, needed)
+            if needed(candidate) <= budget:
+                return _replayed_least(candidate, lambda candidate: needed(candidate) <= budget)
+            smallest = min(smallest, needed(candidate))
     raise ValueError(
         f"memory_budget={shown_bytes(budget)} is too little to reverse {run.steps} steps: states of {shown_bytes(state)} "
         f"are kept now and then, and the lost digits between two. The smallest that works is {smallest} bytes."
@@ -87,6 +91,16 @@ def _cuts(run: Run, levels: int) -> Iterator[Run]:
         if not length:
             return
         yield dataclasses.replace(run, first=many * length, segments=(count,) * levels)
+
+
+def _replayed_least(run: Run, fits: Callable[[Run], bool]) -> Run:
+    """With as many steps as fit in the last segment, which alone is not trained once more."""
+    if not run.first:
+        return run
+    many = math.prod(run.segments)
+    cut_at = lambda length: dataclasses.replace(run, first=many * length)  # noqa: E731
+    lengths = range(1, run.first // many + 1)
+    return cut_at(lengths[bisect.bisect_left(lengths, True, key=lambda length: fits(cut_at(length)))])
 
 
 def _bytes_of_state(run: Run, inputs: Inputs) -> int:

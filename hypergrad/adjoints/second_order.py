@@ -99,28 +99,9 @@ def products(
 
     def of_part(shared: Any, batch: list[Any]) -> Any:
         w, these, theta, frozen, u, dloss, push = shared
-        rest = theta, frozen, batch
-        asymmetry = None
-
-        def field(w: list[Array], these: list[Array]) -> Any:
-            (g, g_theta), (value, seen) = gradients(w, these, *rest)
-            return (g, value, seen if push else []), (g_theta, seen)
-
+        f = lambda w, these: gradients(w, these, theta, frozen, batch)  # noqa: E731
         with jax.enable_x64(run.x64):
-            if symmetric:
-                f = lambda w: gradients(w, these, *rest)  # noqa: E731
-                (g, g_theta), (hu, cross), (value, seen) = barrier(jax.jvp(f, (w,), (u,), has_aux=True))
-                if run.watch and run.watch != "growth":
-                    pushed = lambda w: jax.jvp(f, (w,), (u,), has_aux=True)[1]  # noqa: E731
-                    pulled = lambda w: jax.vjp(field, w, these, has_aux=True)[1]((u, jnp.zeros_like(value), []))  # noqa: E731
-                    near = [x * (1 + 4 * jnp.finfo(x.dtype).eps) for x in w]
-                    asymmetry = _asymmetry(((hu, cross), pulled(w)), (pushed(near), pulled(near)))
-            else:
-                (g, value, _), pull, (g_theta, seen) = jax.vjp(field, w, these, has_aux=True)
-                cotangents, parts = (u, dloss.astype(value.dtype), push), run.microbatches
-                back = pull(cotangents) if parts is None else parts.whole(pull(parts.share(cotangents)))
-                g, (hu, cross), g_theta, value, seen = barrier((g, back, g_theta, value, seen))
-        return value, (g, seen), (g_theta, hu, cross, asymmetry)
+            return _by_jvp(run, f, w, these, u) if symmetric else _by_vjp(run, f, w, these, (u, dloss, push))
 
     kinds, shared = (InOrder(), OnGrid(), Scaled()), (w, these, theta, frozen, u, dloss, push)
     found = run.over_parts(of_part, kinds, shared, batch, [*u, dloss, *push])
@@ -128,6 +109,40 @@ def products(
     return Gradients(value, seen, run.joined(t, g), g_theta), Products(
         unscaled(run.joined(t, hu)), unscaled(cross), asymmetry
     )
+
+
+def _by_jvp(run: Run, f: Callable[..., Any], w: list[Array], these: list[Array], u: list[Array]) -> Any:
+    """Where J is symmetric: (loss, (gradient, batch statistics), (gradient in theta, J u, the same in theta, asymmetry))"""
+    of_w = lambda w: f(w, these)  # noqa: E731
+    (g, g_theta), (hu, cross), (value, seen) = barrier(jax.jvp(of_w, (w,), (u,), has_aux=True))
+    asymmetry = None
+    if run.watch and run.watch != "growth":
+        field = _field(f, [])
+        pushed = lambda w: jax.jvp(of_w, (w,), (u,), has_aux=True)[1]  # noqa: E731
+        pulled = lambda w: jax.vjp(field, w, these, has_aux=True)[1]((u, jnp.zeros_like(value), []))  # noqa: E731
+        near = [x * (1 + 4 * jnp.finfo(x.dtype).eps) for x in w]
+        asymmetry = _asymmetry(((hu, cross), pulled(w)), (pushed(near), pulled(near)))
+    return value, (g, seen), (g_theta, hu, cross, asymmetry)
+
+
+def _by_vjp(run: Run, f: Callable[..., Any], w: list[Array], these: list[Array], ct: Any) -> Any:
+    """The same where it need not be, of J^T. ct: of the gradient, the loss and the batch statistics."""
+    (u, dloss, push), parts = ct, run.microbatches
+    (g, value, _), pull, (g_theta, seen) = jax.vjp(_field(f, push), w, these, has_aux=True)
+    cotangents = u, dloss.astype(value.dtype), push
+    back = pull(cotangents) if parts is None else parts.whole(pull(parts.share(cotangents)))
+    g, (hu, cross), g_theta, value, seen = barrier((g, back, g_theta, value, seen))
+    return value, (g, seen), (g_theta, hu, cross, None)
+
+
+def _field(f: Callable[..., Any], push: list[Array]) -> Callable[..., Any]:
+    """(w, theta) -> ((gradient, loss, batch statistics if somebody differentiates them), the rest)"""
+
+    def field(w: list[Array], these: list[Array]) -> Any:
+        (g, g_theta), (value, seen) = f(w, these)
+        return (g, value, seen if push else []), (g_theta, seen)
+
+    return field
 
 
 def _asymmetry(here: tuple[Any, Any], near: tuple[Any, Any]) -> Array:

@@ -150,8 +150,13 @@ def test_states_and_words_take_no_more_than_the_budget(momentum: float, steps: i
         whole = capacities(run, inputs.h, None)[0][0] * 4
         for budget in np.linspace(smallest, whole, 9).astype(int).tolist():
             found = cut(run, inputs, budget, None)
-            words = capacities(found, inputs.h, None)[0][0]
-            assert sum(found.segments) * 2 * 8 * 2 + words * 2 * 2 <= budget
+
+            def taken(run: Any) -> int:
+                return sum(run.segments) * 2 * 8 * 2 + capacities(run, inputs.h, None)[0][0] * 2 * 2
+
+            assert taken(found) <= budget
+            shorter = found.first - math.prod(found.segments)  # and the last segment is as long as it can be
+            assert shorter <= 0 or taken(dataclasses.replace(found, first=shorter)) > budget
             assert found.first % math.prod(found.segments) == 0 and 0 <= found.first < steps
         assert not cut(run, inputs, whole, None).first
         with fails(ValueError, f"smallest that works is {smallest} bytes"):
