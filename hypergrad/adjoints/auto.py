@@ -137,7 +137,7 @@ def room(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> Room:
 def stacked(run: Run, inputs: Inputs) -> int:
     """Bytes that a program sends to host memory: of each segment room for words, and losses."""
     with own_settings():
-        run = in_full_words(run, inputs, None)
+        run = in_full_words(run, inputs)
         found = capacities(run, inputs.h, None)
     rows = zip(run.blocks, inputs.values, found, strict=True)
     words = sum((n or 0) * own[k.name].size for b, own, row in rows for k, n in zip(b.chain, row, strict=True))

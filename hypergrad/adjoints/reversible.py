@@ -170,7 +170,7 @@ def _run_fwd(run: Run, room: Room, *inputs: Any) -> tuple[Outcome, Residuals]:
         run = run if room.budget is None else cut(run, arrays, room.budget, room.capacity)
         from_python = settled_driver(run, arrays).from_python
         if run.store is not None and not from_python:
-            run = in_full_words(run, arrays, room.capacity)
+            run = in_full_words(run, arrays)
         words = capacities(run, arrays.h, room.capacity)
     if room.kept is None:
         outcome, ends, batches = run_forward(run, words, arrays)

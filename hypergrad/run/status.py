@@ -76,17 +76,19 @@ def assess(
     capacity: Capacity,
 ) -> Status:
     """The first thing that went wrong, or OK. Call it inside `jax.enable_x64(True)`."""
-    found = [_decays(run, h), _values(run, end, noted), _words(run, plan, capacity)]
+    full = _words(run, plan, capacity)
+    found = [_decays(run, h), _values(run, end, noted), full]
     code, step, place, value = functools.reduce(_first, [x for x in found if x is not None])
     bits, ideal = _bits(run, values, h, plan)
-    words = -(-most_words(plan) * WORD_BITS // PUBLIC_WORD_BITS)
+    words = jnp.where(full.code == OK, most_words(plan), _enough(run, plan))
+    words = -(-words * WORD_BITS // PUBLIC_WORD_BITS)
     small = Underflow(jnp.int32(-1), jnp.float32(0))
     if noted.sizes is not None:
         small = underflow(run, values, h, end, noted.sizes, places_of(run))
     as_int = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
     as_float = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
     return Status(
-        as_int(code), as_int(step), as_int(place), as_float(value), words, as_float(bits), as_float(ideal),
+        as_int(code), as_int(step), as_int(place), as_float(value), as_int(words), as_float(bits), as_float(ideal),
         run.labels.places, run.labels.limits, jnp.bool_(False), *small, jnp.float32(0), run.labels.approximate,
         0 if run.microbatches is None else run.microbatches.count,
     )  # fmt: skip
@@ -156,6 +158,12 @@ def _most_of_a_segment(run: Run, schedule: RunSchedule) -> Array:
         return schedule.end.words
     words = jnp.diff(jnp.append(schedule.before.words, schedule.end.words))
     return words[-len(run.emptied) :].max()
+
+
+def _enough(run: Run, plan: Plan) -> Array:
+    """Words for all steps of which the share of a segment holds those of the fullest."""
+    fullest = [_most_of_a_segment(run, schedule) for schedule in plan]
+    return -(-jnp.stack(fullest).max().astype(jnp.int64) * run.steps // run.longest) if fullest else jnp.int64(0)
 
 
 def most_words(plan: Plan) -> Array:

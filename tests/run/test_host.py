@@ -4,6 +4,7 @@ import functools
 import gc
 import io
 import itertools
+import re
 import weakref
 
 import jax
@@ -268,6 +269,22 @@ def test_what_was_changed_inside_of_a_program_is_noticed(monkeypatch, dtype, lie
     monkeypatch.setattr(passes, "undo_stacked", lambda way, kept, carry: undo(way, changed(kept), carry))
     with fails(jax.errors.JaxRuntimeError, what):
         jax.block_until_ready(jax.jit(jax.grad(spilling("sgd", buffer="host")))(PARAMS))
+
+
+@pytest.mark.parametrize("buffer", ["host", "device"])
+def test_words_that_an_error_asks_for_are_enough_where_few_steps_lose_most(buffer, monkeypatch):
+    monkeypatch.setattr(cuts, "STORED", 8)
+    momenta = jnp.append(jnp.full(8, 2.0**-6), jnp.full(24, 0.9))
+
+    def derivative(**capacity):
+        adjoint = hg.Reversible(buffer=buffer, **capacity)
+        rule = lambda scale: hg.SGD(0.1, hg.PerStep(scale * momenta))  # noqa: E731
+        return jax.jit(jax.grad(lambda scale: final(optimizer=rule(scale), steps=32, adjoint=adjoint)))(1.0)
+
+    with fails(jax.errors.JaxRuntimeError, "hg.Reversible(capacity=") as caught:
+        derivative()
+    asked = int(re.findall(r"capacity=(\d+)", str(caught.value))[-1])
+    assert_equal(derivative(capacity=asked), derivative(capacity=64))
 
 
 def test_a_word_that_was_lost_on_the_host_is_noticed(monkeypatch):
