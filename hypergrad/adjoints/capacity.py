@@ -68,7 +68,7 @@ def in_full_words(run: Run, inputs: Inputs) -> Run:
 
     A program keeps as many words of each segment as any may have, and 256 steps at momentum 0.9 fill 2.4 of three.
     """
-    if any(True for _ in traced_decays(run, inputs.h)):
+    if list(traced_decays(run, inputs.h)):
         return run  # whoever is told of too few words and gives more must find the same segments
     sizes: Counter[tuple[Any, Lost]] = Counter()
     for block, link, lost, size in decaying(run, inputs, None):
