@@ -72,7 +72,8 @@ class Auto(Adjoint):
 def in_segments(run: Run, inputs: Inputs, wanted: "Wanted", budget: int, whole: int) -> tuple[Reversible, int] | None:
     """`Reversible` with what the budget leaves beside all that does not grow with the steps, and what it takes; None: that
     is too little. whole: what the run takes that is not cut."""
-    left = budget - (whole - words_of(run, inputs))
+    without = whole - words_of(run, inputs)
+    left = budget - without
     for _ in range(ATTEMPTS):
         try:
             adjoint = Reversible(memory_budget=left)
@@ -82,7 +83,7 @@ def in_segments(run: Run, inputs: Inputs, wanted: "Wanted", budget: int, whole: 
         taken = room(adjoint, run, inputs, wanted).device
         if taken <= budget:
             return adjoint, taken
-        left -= taken - budget
+        left = left * (budget - without) // (taken - without)  # XLA may hold the digits of two segments at once
     return None
 
 
