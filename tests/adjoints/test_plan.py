@@ -188,18 +188,20 @@ def test_the_slow_reference_is_not_planned():
         planned(DENSE, hg.SGD(0.1, 0.9), adjoint=hg.Reversible(buffer="gmpy2"))
 
 
-@pytest.mark.long
-def test_between_the_two_it_cuts_the_run_into_segments():
+@pytest.mark.parametrize("measure", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_between_the_two_it_cuts_the_run_into_segments(measure):
     """Digits of 4,000 steps at a small momentum are more than the budget, states of now and then are not."""
     steps, optimizer = 4000, hg.SGD(jnp.float32(0.1), 0.1)
     arguments = (_loss, WIDE, optimizer, BATCHES)
     whole = hg.plan(*arguments, theta=1e-3, steps=steps, adjoint=hg.Reversible(), measure=False).roads[0].device
     budget = whole // 2
-    plan = hg.plan(*arguments, theta=1e-3, steps=steps, memory_budget=budget)
+    plan = hg.plan(*arguments, theta=1e-3, steps=steps, memory_budget=budget, measure=measure)
     assert isinstance(plan.adjoint, hg.Reversible) and plan.adjoint.memory_budget
     taken = {road.adjoint: road for road in plan.roads}
-    assert taken[plan.adjoint].device <= budget
-    assert taken[plan.adjoint].seconds > 0 and "does not fit" in plan.why
+    assert taken[plan.adjoint].device <= budget and "does not fit" in plan.why
+    if not measure:
+        return
+    assert taken[plan.adjoint].seconds > 0
 
     def slope(adjoint):
         def value(rate):
