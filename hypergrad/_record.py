@@ -79,7 +79,8 @@ def record(
     The arguments of `hg.train`, concrete. That is log2(1/decay) bits a parameter and step, 0.152 for a momentum of 0.9. A
     folder that holds a record of the same run is opened, and nothing is trained: also in another process, and with
     `microbatches` on another number of devices. states_budget: bytes, or a string such as "2GiB", for states between the
-    start and the end: with k of them the way back to a step is a (k + 1)-th as long, at most. None: the end alone.
+    start and the end, of a record that is made: with k of them the way back to a step is about a (k + 1)-th of the run at
+    most. None: the end alone.
 
     Raises what `hg.train` raises; ValueError for a folder with the record of another run, by what differs; `hg.StorageError`
     for files that cannot be written or were changed. Another version of JAX or another processor is a warning: it may round

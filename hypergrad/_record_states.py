@@ -1,4 +1,7 @@
-"""States of a recorded run that are kept now and then, so that the way back begins near."""
+"""States of a recorded run that are kept now and then, so that the way back begins near.
+
+Invariant: their arrays take no more bytes than the budget.
+"""
 
 import jax
 
