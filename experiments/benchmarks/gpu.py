@@ -51,6 +51,7 @@ BACKWARD_BYTES = FORWARD_BYTES + 2 * 2 * 4 + 4
 class Config:
     parts: tuple[str, ...] = ("certify", "buffers", "layer", "transformer")
     steps: int = 200  # of what is certified
+    models: tuple[str, ...] = ("dense", "convolution", "attention", "embedding")  # of what is certified
     long: tuple[int, ...] = (1024, 16384, 131072)  # steps of `buffers`
     counts: tuple[int, ...] = (1_000_000, 10_000_000, 100_000_000)  # parameters of `layer`
     transformer_steps: int = 1000
@@ -63,6 +64,7 @@ class Config:
         "replay tree, 4-ary",
     )  # of the transformer
     fraction: float = 0.6  # of the device's memory that one run may take
+    tolerance: float = 0.01  # by how much hypergradients of the transformer may differ: TF32 rounds coarsely
     flags: str | None = None  # a key of FLAGS: what a process of `certify` certifies under
     tiny: bool = False
     out: pathlib.Path = pathlib.Path("results/gpu")
@@ -85,19 +87,20 @@ def embedding_task(steps: int, words: int = 5_000, width: int = 64, length: int 
 def models(config: Config) -> dict[str, Task]:
     if config.tiny:
         return {"dense": mlp_task(4, (6, 4, 3), 4, 20), "embedding": embedding_task(4, 20, 3, 2, 4)}
-    return {
-        "dense": mlp_task(config.steps, (784, 512, 512, 10), 500),
-        "convolution": conv_task(config.steps, (32, 64)),
-        "attention": transformer_task(config.steps, 256, 4, 8, 128, 256),
-        "embedding": embedding_task(config.steps),
+    made = {
+        "dense": functools.partial(mlp_task, config.steps, (784, 512, 512, 10), 500),
+        "convolution": functools.partial(conv_task, config.steps, (32, 64)),
+        "attention": functools.partial(transformer_task, config.steps, 256, 4, 8, 128, 256),
+        "embedding": functools.partial(embedding_task, config.steps),
     }
+    return {name: made[name]() for name in config.models}
 
 
 def certify(config: Config) -> dict[str, Any]:
     """{flags: what was found of each model, or what went wrong}, each in a process of its own."""
     found: dict[str, Any] = {}
     command = [sys.executable, "-m", "experiments.benchmarks.gpu", "--steps", str(config.steps)]
-    command += ["--tiny"] if config.tiny else []
+    command += ["--models", *config.models, *(["--tiny"] if config.tiny else [])]
     processes = {}
     for name, flags in FLAGS.items():
         own = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -190,7 +193,8 @@ def transformer(config: Config) -> dict[str, Any]:
     task = task._replace(learning_rate=0.01)
     statistic = jax.devices()[0].memory_stats() or {}
     limits = Limits(1, config.seconds, bytes=config.fraction * statistic.get("bytes_limit", 5e9))
-    rows = measure(task, [road for road in roads.ROADS if road.name in config.roads], limits, show=print)
+    chosen = [road for road in roads.ROADS if road.name in config.roads]
+    rows = measure(task, chosen, limits, config.tolerance, show=print)
     for row in rows:
         print(line(row))
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
