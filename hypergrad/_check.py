@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad import _programs as programs
+from hypergrad._meshes import in_automatic_axes
 from hypergrad._problem import Problem
 from hypergrad._set_up import set_up
 from hypergrad._settings import own_settings
@@ -53,6 +54,7 @@ class Certificate(NamedTuple):
     isolated: bool = False  # whether gradients had to be compiled apart from their derivatives: one more a step
 
 
+@in_automatic_axes
 def check_reversal(
     loss: Callable[[Any, Any, Any], Array],
     params: Any,

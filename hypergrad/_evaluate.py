@@ -19,7 +19,6 @@ from jax import Array
 from hypergrad import _programs as programs
 from hypergrad._average import Evaluated, averaged
 from hypergrad._door import calling, check_signature
-from hypergrad._meshes import reject_explicit
 from hypergrad._needs import MUCH, Ask, Guessed, Need, fitted
 from hypergrad._placement import mesh_in_force, sharding_of
 from hypergrad._processes import several
@@ -136,7 +135,6 @@ class Evaluation:
         reports)."""
         like = function.__name__, device, *_alike(arguments)
         if like not in self.programs:
-            reject_explicit({})
             arrays, static = eqx.partition(arguments, eqx.is_array)
             of_arrays = lambda arrays: function(*eqx.combine(arrays, static))  # noqa: E731
             run = programs.reporting(of_arrays, lambda code: code == OK, arrays, device=device, **options)

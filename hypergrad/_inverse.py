@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad._isolation import kernel_by_kernel
+from hypergrad._meshes import in_automatic_axes
 from hypergrad._problem import Problem
 from hypergrad._set_up import set_up
 from hypergrad._settings import own_settings
@@ -27,6 +28,7 @@ _EXTREMES = (0, -1, 1, 2**16 - 1, -(2**16), 2**60, -(2**60), 2**61 - 1, -(2**61)
 _LOW_EXTREMES = (0, 1, 2**16 - 1, 2**31, 2**46 - 1)  # of the low limb of a wide link
 
 
+@in_automatic_axes
 def check_inverse(optimizer: Optimizer, params: Any = None, *, steps: int = 20, seed: int = 0) -> None:
     """Assert `unstep(step(state, g), g) == state` bit for bit, over `steps` random gradients and extreme integers.
 

@@ -3,18 +3,20 @@
 Invariant: what passes has shardings that the compiler chooses; none that JAX carries in the types of arrays.
 """
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hypergrad._placement import sharding_of
 
 
-_AUTOMATIC = (
+_MAKE_AUTOMATIC = (
     "make the mesh with automatic axes: jax.sharding.Mesh(devices, names), or axis_types=(jax.sharding.AxisType.Auto,) * "
     "len(names) to jax.make_mesh."
 )
@@ -45,39 +47,73 @@ def with_automatic_axes(function: Callable[[dict[str, Any]], Any], given: dict[s
         return spec if shape == x.shape and name in ("params", "state") else PartitionSpec()
 
     inside = lambda arrays: function(eqx.combine(arrays, rest))  # noqa: E731
-    try:
+    with _told_of_closures("hg.train"):
         out = jax.eval_shape(jax.sharding.auto_axes(inside, out_sharding=PartitionSpec()), arrays)
-    except ValueError as error:
-        if "context mesh" not in str(error):
-            raise
-        raise TypeError(
-            "`loss`, or another function given to hg.train, reads an array on the mesh with explicit axes from outside, of "
-            "which it cannot know that the axes are automatic inside. Pass the array through theta or the batch."
-        ) from error
     specs = jax.tree_util.tree_map_with_path(spec_of, out)
     return jax.sharding.auto_axes(inside, out_sharding=specs)(arrays)
 
 
-def reject_explicit(given: dict[str, Any]) -> None:
-    """An error for the first array on a mesh with explicit axes, and for such a mesh in force. given: trees by name."""
-    if axes := _explicit(jax.sharding.get_abstract_mesh()):
+def in_automatic_axes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, of arrays whose values are known, where axes are explicit: on the same devices with automatic ones.
+
+    Its results lie on the mesh in force again.
+    """
+
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        given, mesh = (args, options), jax.sharding.get_mesh() if explicit_mesh() is not None else None
+        if mesh is None and not any(map(_explicit_axes, jax.tree.leaves(given))):
+            return function(*args, **options)
+        args, options = jax.tree.map(lambda x: _moved(x, _automatic(x.sharding.mesh)) if _explicit_axes(x) else x, given)
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(_automatic(mesh)):
+            with _told_of_closures(f"hg.{function.__qualname__}"):
+                result = function(*args, **options)
+        if mesh is None:
+            return result
+        on_it = lambda x: (there := sharding_of(x)) is not None and there.mesh == _automatic(mesh)  # noqa: E731
+        return jax.tree.map(lambda x: _moved(x, mesh) if on_it(x) else x, result)
+
+    return called
+
+
+def _automatic(mesh: Mesh) -> Mesh:
+    return Mesh(mesh.devices, mesh.axis_names)
+
+
+def _moved(x: Any, mesh: Mesh) -> Any:
+    """To a mesh of the same devices and names: no number moves."""
+    return jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
+
+
+@contextlib.contextmanager
+def _told_of_closures(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if "context mesh" not in str(error):
+            raise
         raise TypeError(
-            f"jax.set_mesh has put a mesh with explicit axes {axes} in force, under which hg.train runs and its gradients, "
-            f"but no loop of the library's own: {_AUTOMATIC}"
-        )
+            f"`loss`, or another function given to {name}, reads an array on the mesh with explicit axes from outside, of "
+            "which it cannot know that the axes are automatic inside. Pass the array through theta or the batch, or as an "
+            "array of NumPy."
+        ) from error
+
+
+def reject_explicit(given: dict[str, Any]) -> None:
+    """An error for the first array on a mesh with explicit axes, which is not in force. given: trees by name."""
     for name, tree in given.items():
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
             if axes := _explicit_axes(x):
                 where = f"{name}{jax.tree_util.keystr(path)}"
                 raise TypeError(
                     f"`{where}` lies on a mesh with explicit axes {axes}, which are part of its type. Put the mesh in "
-                    f"force, with jax.set_mesh(mesh), around hg.train and its gradient; or {_AUTOMATIC}"
+                    f"force, with jax.set_mesh(mesh), around hg.train and its gradient; or {_MAKE_AUTOMATIC}"
                 )
 
 
 def reject_explicit_mesh(name: str, mesh: Any) -> None:
     if axes := _explicit(mesh):
-        raise TypeError(f"`{name}` has explicit axes {axes}, which make types: {_AUTOMATIC}")
+        raise TypeError(f"`{name}` has explicit axes {axes}, which make types: {_MAKE_AUTOMATIC}")
 
 
 def _explicit_axes(x: Any) -> tuple[str, ...]:

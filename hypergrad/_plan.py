@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hypergrad import _door as door
+from hypergrad._meshes import in_automatic_axes
 from hypergrad._problem import Problem
 from hypergrad._set_up import set_up
 from hypergrad._settings import own_settings
@@ -70,6 +71,7 @@ class Plan:
         return "\n".join([head, *map(str, self.roads), self.why])
 
 
+@in_automatic_axes
 def plan(
     loss: Callable[[Any, Any, Any], Any],
     params: Any,

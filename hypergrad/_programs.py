@@ -7,6 +7,7 @@ over are no part of a program: they are its arguments, and nothing here keeps th
 import collections
 import contextvars
 import functools
+import hashlib
 import pathlib
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -15,9 +16,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Jaxpr
 
 from hypergrad._lifted import Tell, interpreted, lifted
+from hypergrad._meshes import explicit_mesh
 from hypergrad._program_keys import Key, key_of
 
 
@@ -194,11 +197,30 @@ def ahead(
     """
     program, constants = trace(function, *args)
     traced(constants)
+    inside = _inside(constants)
     place = lambda leaves: leaves if device is None else jax.device_put(leaves, device)  # noqa: E731
-    leaves, constants = place(jax.tree.leaves(args)), place([owned(x) for x in constants])
-    make = lambda: compiled(program.flat).lower(constants, leaves).compile()  # noqa: E731
-    run = kept((program.bare(), *alike((constants, leaves))), make)
-    return lambda *args: jax.tree.unflatten(jax.tree.structure(program.out), run(constants, place(jax.tree.leaves(args))))
+    leaves = place(jax.tree.leaves(args))
+    given = place([owned(x) for x, fixed in zip(constants, inside, strict=True) if fixed is None])
+
+    def flat(given: list[Any], leaves: list[Any]) -> list[Any]:
+        rest = iter(given)
+        return program.flat([next(rest) if fixed is None else fixed for fixed in inside], leaves)
+
+    make = lambda: compiled(flat).lower(given, leaves).compile()  # noqa: E731
+    values = [None if fixed is None else hashlib.sha256(np.asarray(fixed).tobytes()).digest() for fixed in inside]
+    run = kept((program.bare(), *values, *alike((given, leaves))), make)
+    return lambda *args: jax.tree.unflatten(jax.tree.structure(program.out), run(given, place(jax.tree.leaves(args))))
+
+
+def _inside(constants: list[Any]) -> list[Any]:
+    """Those whose values must be part of the program, the others None.
+
+    With a mesh of explicit axes in force an argument has these in its type; what a function closes over that is on no mesh
+    has none, wherever it is read.
+    """
+    if explicit_mesh() is None:
+        return [None] * len(constants)
+    return [x if jax.typeof(x).sharding.mesh.empty else None for x in constants]
 
 
 def reporting(

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad._meshes import in_automatic_axes
 from hypergrad._record_files import (
     END,
     FORMAT,
@@ -60,6 +61,7 @@ from hypergrad.run.step import State, final_values, refilled, without_words
 LIMIT = 2**20  # bytes of record.json
 
 
+@in_automatic_axes
 def record(
     loss: Callable[[Any, Any, Any], Any],
     params: Any,
@@ -95,7 +97,7 @@ def record(
 
 
 class Record:
-    """A training run that was recorded. `trained`: what it came to."""
+    """A training run that was recorded."""
 
     def __init__(self, made: Made, folder: pathlib.Path) -> None:
         self._made, self.folder = made, folder
@@ -116,8 +118,15 @@ class Record:
             self._words = DiskWords.of_before(folder / str(name), buffers_of(run, first))
             end = self._end
             self._outcome = outcome_of(run, inputs, self._plan, end.state, end.losses, end.noted)
-        self.trained = put_together(run, self._about, self._outcome, run.steps, made.given["state"], jnp.bool_(True))
+        self._trained = put_together(run, self._about, self._outcome, run.steps, made.given["state"], jnp.bool_(True))
 
+    @property
+    @in_automatic_axes
+    def trained(self) -> Trained:
+        """What training came to."""
+        return self._trained
+
+    @in_automatic_axes
     def rewind(self, step: int) -> Trained:
         """What training had come to after `step` steps, bit for bit; 0: the start. In the time of the steps from there to
         the next state that is kept."""
@@ -126,8 +135,16 @@ class Record:
     def steps(self, first: int, last: int) -> Iterator[tuple[int, Trained]]:
         """(step, `rewind(step)`) for step = last, last - 1, ..., first: backwards, in one go."""
         wanted = range(self._known(last), self._known(first) - 1, -1)
-        return ((step, self._at(step, state)) for step, state in self._states(wanted))
+        states = self._states(wanted)
 
+        @in_automatic_axes
+        def steps() -> tuple[int, Trained]:
+            step, state = next(states)
+            return step, self._at(step, state)
+
+        return (steps() for _ in wanted)
+
+    @in_automatic_axes
     def hypergradient(self, function: Callable[[Trained], Array]) -> dict[str, Any]:
         """The derivative of function(trained), a float scalar, in all that is float of {"params", "optimizer", "theta",
         "state", "statistics"}, without training again; may be asked again with another function."""
@@ -137,6 +154,7 @@ class Record:
         floats = jax.tree.map(jnp.asarray, floats)
         return jax.grad(lambda floats: function(self._made.train(eqx.combine(floats, others), adjoint)))(floats)
 
+    @in_automatic_axes
     def resume(self, step: int, *, loss: Any = None, batches: Any = None, steps: int | None = None, **given: Any) -> Trained:
         """Train on from `step`, bit for bit as if from the start, with another loss, batches, optimizer or theta from there.
 

@@ -12,6 +12,7 @@ from jax import Array
 from hypergrad._check import Certificate, check_reversal
 from hypergrad._differences import central, extrapolated
 from hypergrad._inverse import check_inverse as check_inverse
+from hypergrad._meshes import in_automatic_axes
 from hypergrad._train import train
 from hypergrad._volume import at_half, check_volume, increment, settled
 from hypergrad.adjoints import Reversible, Unrolled
@@ -24,6 +25,7 @@ from hypergrad.optimizers.partition import Layer, layers_of
 from hypergrad.optimizers.transform import Transform
 
 
+@in_automatic_axes
 def check_optimizer(optimizer: Optimizer, params: Any = None, *, steps: int = 8, tolerance: float = 1e-8) -> None:
     """Assert that an optimizer keeps the contract of reversible optimizers, on a small problem in float64.
 

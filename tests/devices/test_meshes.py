@@ -9,7 +9,9 @@ from covering import long
 
 
 SETTING = """
-import jax, jax.numpy as jnp, numpy as np, hypergrad as hg
+import tempfile
+import jax, jax.numpy as jnp, numpy as np, optax, hypergrad as hg
+from hypergrad import _programs
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 mesh = Mesh(np.array(jax.devices()), ("d",))
@@ -75,16 +77,51 @@ def under(call):
             call()
     return called
 
+given = {"optimizer": hg.SGD(0.1, 0.75), "batches": hg.stacked(x)}
+
+def optimized(x, w, l2, **options):
+    penalized = lambda w, l2, b: loss(w, 0, b) + jnp.mean(l2 * b[:, 0])
+    of = lambda h, key: run(h["rate"], x, w, penalized, theta=h["l2"])
+    return hg.optimize(of, lambda v: v, {"rate": 0.1, "l2": l2}, meta_optimizer=optax.sgd(0.01), **options)
+
+def learned():
+    l2, folder = jax.device_put(jnp.zeros(8), NamedSharding(explicit, P("d"))), tempfile.mkdtemp()
+    optimized(x, w, l2, meta_steps=1, checkpoint=folder)
+    result = optimized(x, w, l2, meta_steps=2, checkpoint=folder)  # goes on from there
+    assert jax.typeof(result.hypers["l2"]) == jax.typeof(l2)
+    return float(result.hypers["rate"]), np.asarray(result.hypers["l2"])
+
+def plus(by):  # programs that are alike but for a value that they close over
+    return np.asarray(_programs.ahead(lambda w: w + by, w)(w))
+
+def recorded():
+    record = hg.record(loss, w, folder=tempfile.mkdtemp(), **given)
+    states = [record.trained, record.rewind(3), dict(record.steps(1, 3))[3], record.resume(1)]
+    assert all(jax.typeof(state.params) == jax.typeof(w) for state in states)
+    slope = record.hypergradient(lambda trained: trained.params.sum())["optimizer"].learning_rate
+    return [float(state.params.sum()) for state in states], float(slope)
+
+def agree(found, wanted):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, wanted)
+
+alike = optimized(whole, start, jnp.zeros(8), meta_steps=2).hypers
+loops = {
+    "optimize": lambda: agree(learned(), (float(alike["rate"]), np.asarray(alike["l2"]))),
+    "constants": lambda: agree([plus(np.ones(3)), plus(np.zeros(3))], [np.asarray(w) + 1, np.asarray(w)]),
+    "record": lambda: agree(recorded(), ([float(run(0.1, whole, start))] * 4, float(expected))),
+    "check": lambda: agree(hg.check_reversal(loss, w, **given).exact, True),
+    "plan": lambda: agree(len(hg.plan(loss, w, measure=False, **given).roads), 4),
+    "inverse": lambda: hg.testing.check_inverse(hg.SGD(0.1, 0.75)),
+}
+for name, loop in list(loops.items())[:LOOPS]:
+    under(loop)()
+
 outside = lambda w, _, b: jnp.mean(x) * loss(w, _, b)
 calls = {
     "params": (lambda: run(0.1, whole, w), "`params` lies on a mesh with explicit axes ('d',)"),
     "batches": (lambda: jax.grad(run)(0.1, x, start), "jax.set_mesh(mesh)"),
-    "a closure": (under(lambda: run(0.1, x, w, outside)), "Pass the array through theta or the batch"),
-    "optimize": (
-        under(lambda: hg.optimize(lambda h, key: run(h, x, w), lambda v: v, 0.1, meta_steps=1)),
-        "jax.sharding.Mesh(devices, names)",
-    ),
-    "check": (under(lambda: hg.check_reversal(loss, w, hg.SGD(0.1), hg.stacked(x))), "no loop of the library's own"),
+    "a closure": (under(lambda: run(0.1, x, w, outside)), "given to hg.train, reads an array on the mesh"),
+    "a closure of another": (under(lambda: hg.check_reversal(outside, w, **given)), "given to hg.check_reversal, reads"),
 }
 for name, (call, text) in calls.items():
     try:
@@ -102,8 +139,8 @@ print("done")
     "program",
     [
         long(WORKS, id="automatic"),
-        pytest.param("WAYS = 2\n" + EXPLICIT, id="explicit"),
-        long("WAYS = None\n" + EXPLICIT, id="explicit, in every way"),
+        pytest.param("WAYS, LOOPS = 2, 1\n" + EXPLICIT, id="explicit"),
+        long("WAYS = LOOPS = None\n" + EXPLICIT, id="explicit, in every way"),
     ],
 )
 def test_on_two_devices(program: str) -> None:
