@@ -11,15 +11,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hypergrad._placement import sharding_of
-
-
-_MAKE_AUTOMATIC = (
-    "make the mesh with automatic axes: jax.sharding.Mesh(devices, names), or axis_types=(jax.sharding.AxisType.Auto,) * "
-    "len(names) to jax.make_mesh."
-)
 
 
 def explicit_mesh() -> Any:
@@ -64,19 +58,22 @@ def in_automatic_axes(function: Callable[..., Any]) -> Callable[..., Any]:
         given, mesh = (args, options), jax.sharding.get_mesh() if explicit_mesh() is not None else None
         if mesh is None and not any(map(_explicit_axes, jax.tree.leaves(given))):
             return function(*args, **options)
-        args, options = jax.tree.map(lambda x: _moved(x, _automatic(x.sharding.mesh)) if _explicit_axes(x) else x, given)
-        with contextlib.nullcontext() if mesh is None else jax.set_mesh(_automatic(mesh)):
+        args, options = jax.tree.map(lambda x: _moved(x, automatic(x.sharding.mesh)) if _explicit_axes(x) else x, given)
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(automatic(mesh)):
             with _told_of_closures(f"hg.{function.__qualname__}"):
                 result = function(*args, **options)
         if mesh is None:
             return result
-        on_it = lambda x: (there := sharding_of(x)) is not None and there.mesh == _automatic(mesh)  # noqa: E731
+        on_it = lambda x: (there := sharding_of(x)) is not None and there.mesh == automatic(mesh)  # noqa: E731
         return jax.tree.map(lambda x: _moved(x, mesh) if on_it(x) else x, result)
 
     return called
 
 
-def _automatic(mesh: Mesh) -> Mesh:
+def automatic(mesh: Any) -> Any:
+    """The mesh of the same devices and names whose axes are automatic."""
+    if isinstance(mesh, AbstractMesh):
+        return mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
     return Mesh(mesh.devices, mesh.axis_names)
 
 
@@ -107,13 +104,10 @@ def reject_explicit(given: dict[str, Any]) -> None:
                 where = f"{name}{jax.tree_util.keystr(path)}"
                 raise TypeError(
                     f"`{where}` lies on a mesh with explicit axes {axes}, which are part of its type. Put the mesh in "
-                    f"force, with jax.set_mesh(mesh), around hg.train and its gradient; or {_MAKE_AUTOMATIC}"
+                    f"force, with jax.set_mesh(mesh), around hg.train and its gradient; or make the mesh "
+                    "with automatic axes: jax.sharding.Mesh(devices, names), or axis_types=(jax.sharding.AxisType.Auto,) * "
+                    "len(names) to jax.make_mesh."
                 )
-
-
-def reject_explicit_mesh(name: str, mesh: Any) -> None:
-    if axes := _explicit(mesh):
-        raise TypeError(f"`{name}` has explicit axes {axes}, which make types: {_MAKE_AUTOMATIC}")
 
 
 def _explicit_axes(x: Any) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from hypergrad._closures import name_in, name_of
-from hypergrad._meshes import reject_explicit_mesh
+from hypergrad._meshes import automatic
 from hypergrad._placement import mesh_in_force, sharding_of
 from hypergrad._program_keys import equations
 from hypergrad.exact import TERMS
@@ -40,8 +40,7 @@ def spread(given: Any, batches: Any, others: Any) -> Microbatches | None:
         )
     if asked.mesh is not None and not isinstance(asked.mesh, (Mesh, AbstractMesh)):
         raise TypeError(f"`mesh` of hg.Microbatches must be a jax.sharding.Mesh; got {describe(asked.mesh)}.")
-    mesh = asked.mesh if asked.mesh is not None else _mesh(batches, others)
-    reject_explicit_mesh("microbatches.mesh", mesh)
+    mesh = automatic(asked.mesh) if asked.mesh is not None else _mesh(batches, others)
     if mesh is None or mesh.empty:
         if asked.axis is not None:
             raise ValueError(

@@ -62,6 +62,7 @@ with jax.set_mesh(explicit):
         "whole": lambda: jax.grad(run)(0.1, whole, start),
         "vmap": lambda: jax.jit(jax.vmap(jax.grad(run), (0, None, None)))(jnp.array([0.1, 0.2]), x, w)[0],
         "microbatches": lambda: jax.grad(lambda rate: run(rate, x, w, microbatches=4))(0.1),
+        "of a mesh": lambda: jax.grad(lambda rate: run(rate, x, w, microbatches=hg.Microbatches(4, mesh=explicit)))(0.1),
     }
     for way, slope in list(slopes.items())[:WAYS]:
         assert abs(slope() - expected) < 1e-4, way
@@ -95,7 +96,8 @@ def plus(by):  # programs that are alike but for a value that they close over
     return np.asarray(_programs.ahead(lambda w: w + by, w)(w))
 
 def recorded():
-    record = hg.record(loss, w, folder=tempfile.mkdtemp(), **given)
+    cut = hg.Microbatches(2, mesh=explicit)
+    record = hg.record(loss, w, folder=tempfile.mkdtemp(), microbatches=cut, **given)
     states = [record.trained, record.rewind(3), dict(record.steps(1, 3))[3], record.resume(1)]
     assert all(jax.typeof(state.params) == jax.typeof(w) for state in states)
     slope = record.hypergradient(lambda trained: trained.params.sum())["optimizer"].learning_rate
