@@ -3,6 +3,7 @@
 Invariant: a value that is known is asked; of a traced one only the mesh in force tells anything.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -25,6 +26,12 @@ def mesh_in_force() -> Any:
     """That of `jax.set_mesh`; None if it has no devices to divide among."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or mesh.size == 1 else mesh
+
+
+def entries_here(x: Any) -> int:
+    """How many entries of an array one device has; all of them where it is not known how they are divided."""
+    sharding = sharding_of(x)
+    return int(x.size) if sharding is None else math.prod(sharding.shard_shape(x.shape))
 
 
 def may_be_divided(x: Any) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 from hypergrad import _door as door
 from hypergrad._meshes import in_automatic_axes
 from hypergrad._problem import Problem
+from hypergrad._processes import several
 from hypergrad._set_up import set_up
 from hypergrad._settings import own_settings
 from hypergrad.adjoints import Adjoint, Checkpointed, Reversible, Unrolled
@@ -87,7 +88,7 @@ def plan(
     memory_budget: int | str | None = None,
     measure: bool = True,
 ) -> Plan:
-    """What a hypergradient of `hg.train` of the same arguments takes by each adjoint, and which to take.
+    """What a hypergradient of `hg.train` of the same arguments takes by each adjoint, of one device, and which to take.
 
     Arrays in `optimizer` and `theta` count as learned, Python numbers as known; where there are no arrays, all is learned.
     Bytes on the device are what XLA sets aside, beside arguments and results, for the program of all steps that trains and
@@ -100,7 +101,7 @@ def plan(
     measure: whether to run at all. Raises what `hg.train` raises, and ValueError for a budget that is none.
     """
     budget = None if memory_budget is None else bytes_of(memory_budget)
-    offered = OFFERED if adjoint is None else (adjoint,)
+    offered = tuple(x for x in OFFERED if x.buffer == "device" or not several()) if adjoint is None else (adjoint,)
     if isinstance(batches, HostBatches):
         batches, steps = full_batch(batches.first), door.check_steps(steps, batches)
         offered = tuple(x for x in offered if isinstance(x, Reversible))

@@ -5,6 +5,7 @@ Invariant: what is chosen is an adjoint of this folder, run as it would be by it
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hypergrad import _programs as programs
+from hypergrad._placement import entries_here, sharding_of
 from hypergrad._report import current_ledger, mask, probing, surface, watched
 from hypergrad._settings import own_settings
 from hypergrad.adjoints.base import Adjoint, Cost
@@ -131,7 +133,7 @@ def room(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> Room:
         run = dataclasses.replace(run, store=Host(), traced=True)
         size = derivative(adjoint, run, inputs, wanted).memory_analysis()
         together = 0 if size.host_temp_size_in_bytes else stacked(run, inputs)  # on a CPU, host and device are one
-        return Room(size.temp_size_in_bytes - together, words_of(run, inputs))
+        return Room(size.temp_size_in_bytes - together, words_of(run, inputs, np.size))
     return Room(derivative(adjoint, run, inputs, wanted).memory_analysis().temp_size_in_bytes)
 
 
@@ -141,17 +143,17 @@ def stacked(run: Run, inputs: Inputs) -> int:
         run = in_full_words(run, inputs)
         found = capacities(run, inputs.h, None)
     rows = zip(run.blocks, inputs.values, found, strict=True)
-    words = sum((n or 0) * own[k.name].size for b, own, row in rows for k, n in zip(b.chain, row, strict=True))
+    words = sum((n or 0) * entries_here(own[k.name]) for b, own, row in rows for k, n in zip(b.chain, row, strict=True))
     loss = jax.tree.leaves(run.functions.loss.out)[0].dtype.itemsize
     return len(run.emptied) * words * WORD_BITS // 8 + loss * run.steps
 
 
-def words_of(run: Run, inputs: Inputs) -> int:
-    """Bytes of the buffers of all links."""
+def words_of(run: Run, inputs: Inputs, entries: Callable[[Any], int] = entries_here) -> int:
+    """Bytes of the buffers of all links, of so many entries of each."""
     with own_settings():
         found = capacities(dataclasses.replace(run, store=None), inputs.h, None)
     rows = zip(run.blocks, inputs.values, found, strict=True)
-    words = ((n or 0) * own[k.name].size for b, own, row in rows for k, n in zip(b.chain, row, strict=True))
+    words = ((n or 0) * entries(own[k.name]) for b, own, row in rows for k, n in zip(b.chain, row, strict=True))
     return sum(words) * WORD_BITS // 8
 
 
@@ -159,19 +161,24 @@ def derivative(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> An
     """The compiled program of `inputs` that trains and gives the cotangents that are wanted; found again for equal runs."""
     store = run.store if run.traced else None
     run = dataclasses.replace(run, throw=False, driver="scan", store=store, source=None, progress=None)
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), inputs)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype, sharding=sharding_of(x)), inputs)
     # What is known to begin with zeros is a constant, as in a user's program: XLA sets no room aside for its integers.
-    zeros = tuple(concrete(x) and not np.any(np.asarray(x)) for x in jax.tree.leaves(inputs.values))
+    zeros = tuple(concrete(x) and _is_zero(x) for x in jax.tree.leaves(inputs.values))
 
     def make() -> Any:
         with own_settings():
             return jax.jit(functools.partial(pulled, adjoint, run, wanted, zeros)).lower(like).compile()
 
-    shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(like))
+    shapes = tuple((x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(like))
     ledger = current_ledger()  # who listens is told by the program, and says how much room there is
     setting = None if ledger is None else (ledger.capacity, ledger.room), watched(), probing()
-    key = derivative, adjoint, run.bare(), wanted, tuple(map(bool, zeros)), setting, jax.tree.structure(like), shapes
+    key = derivative, adjoint, run.bare(), wanted, zeros, setting, jax.tree.structure(like), shapes
     return programs.kept(key, make)
+
+
+def _is_zero(x: Any) -> bool:
+    """As far as this process can see."""
+    return getattr(x, "is_fully_addressable", True) and not np.any(np.asarray(x))
 
 
 def pulled(adjoint: Adjoint, run: Run, wanted: Wanted, zeros: Wanted, inputs: Inputs) -> Any:

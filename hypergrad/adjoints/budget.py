@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hypergrad._placement import entries_here
 from hypergrad.adjoints.capacity import Given, decaying, words_of
 from hypergrad.exact import HEADS, WORD_BITS
 from hypergrad.run.spec import Inputs, Run
@@ -104,9 +105,9 @@ def _replayed_least(run: Run, fits: Callable[[Run], bool]) -> Run:
 
 
 def _bytes_of_state(run: Run, inputs: Inputs) -> int:
-    """Integers of all links, and heads."""
+    """Integers of all links, and heads, of one device."""
     links = [
         (block, link, own[link.name]) for block, own in zip(run.blocks, inputs.values, strict=True) for link in block.chain
     ]
     heads = [4 if link.decay and block.buffer(link) == HEADS else 0 for block, link, _ in links]
-    return sum(x.size * (8 * (1 + link.wide) + head) for (_, link, x), head in zip(links, heads, strict=True))
+    return sum(entries_here(x) * (8 * (1 + link.wide) + head) for (_, link, x), head in zip(links, heads, strict=True))

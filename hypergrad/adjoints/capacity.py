@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hypergrad._placement import entries_here
 from hypergrad._report import current_ledger
 from hypergrad.exact import PUBLIC_WORD_BITS, WORD_BITS, Buffer
 from hypergrad.optimizers.block import Block, Lost, lost_by
@@ -84,11 +85,11 @@ def in_full_words(run: Run, inputs: Inputs) -> Run:
 
 
 def decaying(run: Run, inputs: Inputs, capacity: Given) -> Iterator[tuple[Block, Link, Lost, int]]:
-    """(block, link, what is lost of each value, how many values there are)"""
+    """(block, link, what is lost of each value, how many values one device has)"""
     for block, values, own in zip(run.blocks, inputs.values, inputs.h, strict=True):
         for link in block.chain:
             if link.decay:
-                yield block, link, lost_of(run, block, link, own, capacity)[0], values[link.name].size
+                yield block, link, lost_of(run, block, link, own, capacity)[0], entries_here(values[link.name])
 
 
 def words_given(link: Link, capacity: Given) -> int | None:

@@ -10,6 +10,7 @@ import pytest
 from covering import every_value
 
 import hypergrad as hg
+from hypergrad import _plan
 from hypergrad.adjoints import auto
 from hypergrad.adjoints.auto import bytes_of
 
@@ -33,6 +34,13 @@ def _loss(w, penalty, x):
 def planned(net: problems.Network, optimizer, steps=STEPS, **kwargs):
     arguments = net.loss, net.params(), optimizer, net.batches(steps)
     return hg.plan(*arguments, theta=net.theta(), steps=steps, measure=False, **kwargs)
+
+
+@pytest.mark.long
+def test_of_several_processes_none_keeps_lost_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_plan, "several", lambda: True)
+    roads = planned(problems.network(), hg.SGD(jnp.float32(0.1)), steps=8).roads
+    assert [road.adjoint for road in roads] == list(ROADS.values())
 
 
 def trained(net: problems.Network, theta, optimizer, adjoint, steps=STEPS):

@@ -98,3 +98,36 @@ def test_integers_and_words_lie_with_their_parameters() -> None:
 @pytest.mark.long
 def test_data_and_tensor_parallel() -> None:
     assert lines(on_devices(PARALLEL, 8, JAX_DISABLE_MOST_OPTIMIZATIONS="1"), "parallel") == ["equal"]
+
+
+PLANNED = (
+    LAYERS
+    + """
+def found(mesh, spec_of, rows, adjoint):
+    # Bytes of a device: as planned, as the program takes them, and the smallest budget.
+    w, rows = placed(mesh, spec_of), jax.device_put(ROWS, NamedSharding(mesh, rows))
+    def given(rate, w, rows):
+        batches = hg.full_batch((rows, jnp.sin(rows[:, 0])))
+        return {"loss": mlp, "params": w, "optimizer": hg.SGD(rate, 0.5), "batches": batches, "theta": 1e-3, "steps": STEPS}
+    def end(rate, w, rows, adjoint=adjoint):
+        return sum(jnp.sum(x) for x in jax.tree.leaves(hg.train(**given(rate, w, rows), adjoint=adjoint).params))
+    (road,) = hg.plan(**given(jnp.asarray(0.05), w, rows), adjoint=adjoint).roads
+    with jax.set_mesh(mesh):  # leaves that may be divided do not lie side by side
+        taken = jax.jit(jax.grad(end)).lower(0.05, w, rows).compile().memory_analysis().temp_size_in_bytes
+    assert abs(road.device / taken - 1) < 0.05, (adjoint, road.device, taken)
+    try:
+        jax.grad(end)(0.05, w, rows, hg.Reversible(memory_budget=1))
+    except ValueError as error:
+        return road.device, int(re.search(r"smallest that works is (\\d+) bytes", str(error))[1])
+
+for adjoint in (hg.Reversible(), hg.Unrolled()):
+    (whole, least), (part, eighth) = found(one, everywhere, P(), adjoint), found(flat, lambda x: P("data"), P("data"), adjoint)
+    assert part < whole / 2 and eighth == least / 8, (whole, part, least, eighth)
+print("plan of each")
+"""
+)
+
+
+@pytest.mark.long
+def test_a_plan_and_a_budget_are_of_one_device() -> None:
+    assert lines(on_devices(PLANNED, 8, JAX_DISABLE_MOST_OPTIMIZATIONS="1"), "plan") == ["of each"]
