@@ -37,19 +37,19 @@ class Reversible(Adjoint):
 
     capacity: 32-bit words per parameter for the lost digits of each link, or of links by name, {"mean": 4}; None: as many as
     decays need that are known when the program is built, or as the lower end of `hg.bounded` would need, else one bit a
-    step, a quarter for means of squares; `hg.optimize` asks first where that is much. fraction_bits:
-    of the parameters' grid; None: 52 for float64 (range +-1024), 48 for float32 (range +-16384). driver: "scan" (compiled
-    whole) or "host" (a Python loop over one jitted step; not under jit or vmap); None: the host for `hg.host_batches`, and
-    outside of jit and vmap for losses with convolutions on a CPU of several cores, else the scan. buffer: "device"; "host",
-    or `hg.Disk(folder)`: the digits of each 256 steps go to host memory, or to files (these not under jit or vmap), while
-    the next are on, so that they take no memory of the device; "gmpy2": one arbitrary-precision integer per parameter, the
-    slow reference, on the host (nor that). isolate: compute each gradient once more on the way back, compiled apart from its derivative, so that its bits
-    are the same in both passes; None: where needed, which is for rules that are not linear in the gradient, under
-    `jax.vmap`, and on a GPU. progress: with driver="host", called now and then with ("forward" or "reverse", steps done,
-    steps), as `hg.callbacks.Steps()` is. memory_budget: for lost digits, and for states where it does not hold them all:
-    bytes of one device, or a string such as "512MiB". The run is then cut into segments, the state before each kept, 8 bytes a link and
-    parameter; on the way back each is trained once more with its digits, compared with where the next one began, and
-    reversed. None: digits of all steps are kept.
+    step, a quarter for means of squares; `hg.optimize` asks first where that is much. fraction_bits: of the parameters'
+    grid; None: 52 for float64 (range +-1024), 48 for float32 (range +-16384). driver: "scan" (compiled whole) or "host"
+    (a Python loop over one jitted step; not under jit or vmap); None: the host for `hg.host_batches`, and outside of jit
+    and vmap for losses with convolutions on a CPU of several cores, else the scan. buffer: "device"; "host", or
+    `hg.Disk(folder)`: the digits of each 256 steps go to host memory, or to files (these not under jit or vmap), while
+    the next are on, so that they take no memory of the device; "gmpy2": one arbitrary-precision integer per parameter,
+    the slow reference, on the host (nor that). isolate: compute each gradient once more on the way back, compiled apart
+    from its derivative, so that its bits are the same in both passes; None: where needed, which is for rules that are
+    not linear in the gradient, under `jax.vmap`, and on a GPU. progress: with driver="host", called now and then with
+    ("forward" or "reverse", steps done, steps), as `hg.callbacks.Steps()` is. memory_budget: for lost digits, and for
+    states where it does not hold them all: bytes of one device, or a string such as "512MiB". The run is then cut into
+    segments, the state before each kept, 8 bytes a link and parameter; on the way back each is trained once more with
+    its digits, compared with where the next one began, and reversed. None: digits of all steps are kept.
     """
 
     capacity: int | Mapping[str, int] | Given = None

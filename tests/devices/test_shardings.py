@@ -121,7 +121,8 @@ def found(mesh, spec_of, rows, adjoint):
         return road.device, int(re.search(r"smallest that works is (\\d+) bytes", str(error))[1])
 
 for adjoint in (hg.Reversible(), hg.Unrolled()):
-    (whole, least), (part, eighth) = found(one, everywhere, P(), adjoint), found(flat, lambda x: P("data"), P("data"), adjoint)
+    whole, least = found(one, everywhere, P(), adjoint)
+    part, eighth = found(flat, lambda x: P("data"), P("data"), adjoint)
     assert part < whole / 2 and eighth == least / 8, (whole, part, least, eighth)
 print("plan of each")
 """
