@@ -9,7 +9,7 @@ import itertools
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad import _lifted
+from hypergrad._processes import several
 from hypergrad._settings import own_settings
 from hypergrad.errors import OK, Status
 
@@ -192,13 +193,23 @@ def probing_curvature() -> bool:
 
 def exceeded(excess: Array) -> None:
     """Leave the excess of each step with the probe."""
-    jax.debug.callback(lambda x: _EXCESSES.append(np.asarray(x)), excess)
+    _leave(lambda x: _EXCESSES.append(np.asarray(x)), excess)
 
 
 def trace(status: Status, losses: Array, norms: dict[str, Array], asymmetry: Array | None) -> None:
     """Leave a `Trace` with the probe, from compiled code too; one for each element of a batch."""
     with own_settings():
-        jax.debug.callback(_keep, status, losses, norms, asymmetry)
+        _leave(_keep, status, losses, norms, asymmetry)
+
+
+def _leave(keep: Callable[..., None], *seen: Any) -> None:
+    """At once, where values are known: a callback would move them to one device, and some may be another process's. From
+    compiled code of several processes each device tells its own, or only the first process would hear."""
+    seen = jax.lax.stop_gradient(seen)  # where JAX differentiates known values, they are known again
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(seen)):
+        keep(*seen)
+    else:
+        jax.debug.callback(keep, *seen, partitioned=several())
 
 
 def logarithms(norms: Norms) -> Norms:

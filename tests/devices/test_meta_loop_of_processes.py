@@ -95,3 +95,20 @@ for name, text, call in [
 def test_errors_are_raised_in_all() -> None:
     outputs = [lines(output, "error") for output in in_processes(FAILS, 2, **QUICK)]
     assert outputs[0] == outputs[1] == [f"{name} True" for name in ("jit", "eager", "optimize", "folder", "host", "words")]
+
+
+DIAGNOSED = """
+mesh = mesh_of(jax.device_count())
+data, w = put((X, Y), mesh, P(None, "data")), put(START, mesh, P())
+end = lambda h, w, data: jnp.sum(run(h, w, data, None).params["a"] ** 2)
+roads = {"eager": end, "jit": jax.jit(end)}
+found = [hg.diagnose(lambda h, key, f=f: f(h, w, data), lambda v: v, H) for f in roads.values()]
+curved = hg.diagnose(lambda h, key: end(h, w, data), lambda v: v, H, curvature=True)
+print("verdict", *[one.verdict for one in (*found, curved)], *[one.runs for one in found], curved.excess.shape == (40,))
+"""
+
+
+@pytest.mark.long
+def test_each_of_two_hears_the_diagnosis() -> None:
+    outputs = in_processes(DIAGNOSED, 2)
+    assert [lines(output, "verdict") for output in outputs] == [["healthy healthy healthy 1 1 True"]] * 2
