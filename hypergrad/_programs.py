@@ -1,7 +1,8 @@
 """Programs: functions as JAX traces them, and what is compiled of them, found again by what they compute.
 
 Invariant: two calls share a program only if their keys are equal (hypergrad/_program_keys.py). Arrays that a function closes
-over are no part of a program: they are its arguments, and nothing here keeps them.
+over are no part of a program: they are its arguments, and nothing here keeps them; where some must be part of it, their
+values are in its key.
 """
 
 import collections
