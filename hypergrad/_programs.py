@@ -208,7 +208,7 @@ def ahead(
         return program.flat([next(rest) if fixed is None else fixed for fixed in inside], leaves)
 
     make = lambda: compiled(flat).lower(given, leaves).compile()  # noqa: E731
-    values = [None if fixed is None else hashlib.sha256(np.asarray(fixed).tobytes()).digest() for fixed in inside]
+    values = [None if fixed is None else _digest(fixed) for fixed in inside]
     run = kept((program.bare(), *values, *alike((given, leaves))), make)
     return lambda *args: jax.tree.unflatten(jax.tree.structure(program.out), run(given, place(jax.tree.leaves(args))))
 
@@ -222,6 +222,11 @@ def _inside(constants: list[Any]) -> list[Any]:
     if explicit_mesh() is None:
         return [None] * len(constants)
     return [x if jax.typeof(x).sharding.mesh.empty else None for x in constants]
+
+
+def _digest(x: Any) -> bytes:
+    numbers = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return hashlib.sha256(np.asarray(numbers).tobytes()).digest()
 
 
 def reporting(
