@@ -47,9 +47,10 @@ class Reversible(Adjoint):
     from its derivative, so that its bits are the same in both passes; None: where needed, which is for rules that are
     not linear in the gradient, under `jax.vmap`, and on a GPU. progress: with driver="host", called now and then with
     ("forward" or "reverse", steps done, steps), as `hg.callbacks.Steps()` is. memory_budget: for lost digits, and for
-    states where it does not hold them all: bytes of one device, or a string such as "512MiB". The run is then cut into
-    segments, the state before each kept, 8 bytes a link and parameter; on the way back each is trained once more with
-    its digits, compared with where the next one began, and reversed. None: digits of all steps are kept.
+    states where it does not hold them all: bytes of one device (under jit, where nobody knows how arrays are divided, of
+    all), or a string such as "512MiB". The run is then cut into segments, the state before each kept, 8 bytes a link and
+    parameter; on the way back each is trained once more with its digits, compared with where the next one began, and
+    reversed. None: digits of all steps are kept.
     """
 
     capacity: int | Mapping[str, int] | Given = None
