@@ -40,9 +40,9 @@ def _in_line(e: JaxprEqn, arrays: list[Any]) -> list[Any] | None:
         inner = e.params["jaxpr"]
         return interpreted(inner.jaxpr, inner.consts, arrays, _in_line)
     shape = getattr(e.outvars[0].aval, "shape", ()) if e.outvars else ()
-    if e.primitive.name not in _ENTRYWISE or all(x.shape == shape for x in arrays):
+    if e.primitive.name not in _ENTRYWISE or all(np.shape(x) == shape for x in arrays):
         return None
-    same = [x if x.shape in (shape, ()) else jax.lax.broadcast_in_dim(x, shape, range(len(shape))) for x in arrays]
+    same = [x if np.shape(x) in (shape, ()) else jax.lax.broadcast_in_dim(x, shape, range(len(shape))) for x in arrays]
     return [e.primitive.bind(*same, **e.params)]
 
 

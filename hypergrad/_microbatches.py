@@ -4,7 +4,7 @@ Invariant: what passes can be cut, part by part of one shape, and its devices ha
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -115,15 +115,6 @@ def reject_on_mesh(microbatches: Microbatches | None, loss: Any, held: list[Any]
                 "made the mesh a part of its type, which a device that computes its microbatches alone is not on. Pass it "
                 "through theta or the batch; or name the mesh instead, hg.Microbatches(count, mesh=mesh)."
             )
-
-
-def check_rule(microbatches: Microbatches | None, signals: Mapping[str, Any]) -> None:
-    if microbatches is not None and signals:
-        names = ", ".join(map(repr, signals))
-        raise ValueError(
-            f"`optimizer` reads more of a batch than its gradient ({names}), which is not computed by microbatches. Leave "
-            "`microbatches` out, or take a rule that reads the gradient alone, such as hg.AdamW."
-        )
 
 
 def check_loss(microbatches: Microbatches | None, loss: Jaxpr) -> None:

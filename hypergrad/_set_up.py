@@ -14,7 +14,7 @@ from hypergrad import _door as door
 from hypergrad import _programs as programs
 from hypergrad._meshes import reject_explicit
 from hypergrad._metrics import CALL, measured
-from hypergrad._microbatches import check_loss, check_rule, spread
+from hypergrad._microbatches import check_loss, spread
 from hypergrad._problem import Problem
 from hypergrad._processes import reject_python, several
 from hypergrad._program_keys import contains
@@ -101,7 +101,6 @@ def _checked(problem: Problem) -> Problem:
     if isinstance(batches, HostBatches):
         batches = full_batch(batches.first)
     parts = spread(problem.microbatches, batches, (params, theta, problem.optimizer))
-    check_rule(parts, problem.optimizer.signals)
     return problem._replace(params=params, batches=batches, theta=theta, steps=steps, statistics=means, microbatches=parts)
 
 

@@ -128,7 +128,8 @@ def _signals(
         whole = jax.tree.unflatten(tree, w), *given(*rest)
         return {name: check_signal(name, function(scalar, *whole, key), tree) for name, function in signals.items()}
 
-    program, constants = programs.trace(signalled, *arguments, _KEY)
+    with without_mesh(problem.microbatches, arguments) as bare:
+        program, constants = programs.trace(signalled, *bare, _KEY)
     if any(map(own_rule, equations(program.jaxpr))):
         program = Program(program.jaxpr, Key((object(),)), program.out)  # never the same again: rules are no part of a key
     floats = [x for x, traced in zip(of_loss, captured, strict=True) if traced]

@@ -211,17 +211,24 @@ def pulled_statistics(
 
 
 def pulled_signals(
-    run: Run, t: Array, wanted: tuple[bool, ...], dsignals: Signals, w: list[Array], theta: list[Array], *rest: Any
+    run: Run,
+    t: Array,
+    wanted: tuple[bool, ...],
+    dsignals: Signals,
+    w: list[Array],
+    theta: list[Array],
+    frozen: Frozen,
+    batch: list[Any],
 ) -> Products:
     """The cotangents of w and theta from those of what links see beside the gradient."""
     names = sorted(dsignals[0].keys() - {GRADIENT})
 
-    def values(w: list[Array], theta: list[Array], *rest: Any) -> list[Array]:
-        found = run.more_signals(t, w, theta, *rest)
-        return [x for name in names for x in found[name]]
+    def values(w: list[Array], theta: list[Array], frozen: Frozen, drawn: list[Any]) -> list[Array]:
+        found = run.signals_at_once((w, theta, frozen), drawn)
+        return [block.join(found[name]).astype(block.dtype) for name in names for block in run.of_parameters]
 
     push = [own[name] for name in names for own in dsignals]
-    return _pulled(run, t, wanted, values, push, w, theta, *rest)
+    return _pulled(run, t, wanted, values, push, w, theta, frozen, run.drawn(t, batch))
 
 
 def pulled_metrics(

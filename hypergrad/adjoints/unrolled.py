@@ -135,7 +135,8 @@ def _step(run: Run, same: Same, carry: tuple[State, list[Floats]], x: Any) -> tu
     point = w, theta, frozen, batch
     value, g, seen = _same_bits(t, functools.partial(run.gradient, smooth=True), *point, exact=run.gradient)
     gradient = g = run.joined(t, g)
-    more = _same_bits(t, functools.partial(run.more_signals, t), *point) if run.functions.signals else {}
+    smooth, exact = functools.partial(run.more_signals, t, smooth=True), functools.partial(run.more_signals, t)
+    more = _same_bits(t, smooth, *point, exact=exact) if run.functions.signals else {}
     metrics = []
     if run.functions.metrics is not None:
         values = _seen(run, state, shadow)[: len(run.parameters)]

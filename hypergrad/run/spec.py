@@ -23,7 +23,7 @@ from hypergrad.optimizers.transform import Transform
 from hypergrad.run import drivers
 from hypergrad.run.cuts import InSegments
 from hypergrad.run.functions import Frozen, Functions
-from hypergrad.run.means import InOrder, OnGrid
+from hypergrad.run.means import InOrder, OnGrid, Scaled
 from hypergrad.run.microbatches import Microbatches
 from hypergrad.run.pieces import alone
 from hypergrad.run.stores import Store
@@ -207,20 +207,34 @@ class Run(InSegments):
         return wanting(t, value, [*g, *seen]), self.joined(t, g), seen
 
     def more_signals(
-        self, t: Array, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]
+        self, t: Array, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any], smooth: bool = False
     ) -> dict[str, list[Array]]:
-        """{name: [array of each block of the parameters]}: what links ask for beside the gradient."""
+        """{name: [array of each block of the parameters]}: what links ask for beside the gradient. smooth: as of
+        `gradient`."""
         if self.functions.signals is None:
             return {}
 
         def compute(
             t: Array, w: list[Array], theta: list[Array], frozen: Frozen, batch: list[Any]
         ) -> dict[str, list[Array]]:
-            with jax.enable_x64(self.x64):
-                return self.functions.signals_at(w, theta, frozen, batch, jax.random.fold_in(jax.random.key(0), t))
+            at_once, shared, drawn = self.signals_at_once, (w, theta, frozen), self.drawn(t, batch)
+            if smooth and self.microbatches is not None:
+                return self.microbatches.mean_of_floats(at_once, shared, drawn)
+            return self.over_parts(at_once, Scaled(), shared, drawn)
 
         found = isolated(t, compute, t, w, theta, frozen, batch)
         return {name: self.joined(t, leaves) for name, leaves in found.items()}
+
+    def drawn(self, t: Array, batch: list[Any]) -> list[Any]:
+        """The batch, and the key of the step, which each part of it makes its own."""
+        with jax.enable_x64(self.x64):
+            return [*batch, jax.random.fold_in(jax.random.key(0), t)]
+
+    def signals_at_once(self, shared: Any, drawn: list[Any]) -> dict[str, list[Array]]:
+        """{name: [leaf]} of (w, theta, frozen) and of all that is `drawn`, or a part of it."""
+        *batch, key = drawn
+        with jax.enable_x64(self.x64):
+            return self.functions.signals_at(*shared, batch, key)
 
     def metrics(
         self, t: Array, values: list[Floats], theta: list[Array], frozen: Frozen, batch: list[Any], apart: bool = True

@@ -49,7 +49,7 @@ def loss(w, theta, batch):
 def with_statistics(w, theta, batch):
     return loss(w, theta, batch), jnp.mean(layer(w, batch[0]), axis=0)
 
-RULES = {"SGD": hg.SGD, "Adam": lambda rate: hg.Adam(rate, eps=1e-4)}
+RULES = {"SGD": hg.SGD, "Adam": lambda rate: hg.Adam(rate, eps=1e-4), "Sophia": lambda rate: hg.Sophia(rate, gamma=1.0)}
 
 def run(h, w, data, microbatches=16, rule="SGD", statistics=False, **options):
     if statistics:

@@ -25,6 +25,7 @@ RUNS: list[Any] = [
     ["SGD", True, 16, "jit", (1, 2, 4, 8)],
     ["Adam", False, 16, "jit", (1, 8)],
     ["SGD", False, 16, "eager", (1, 4)],
+    ["Sophia", False, 16, "jit", (1, 8)],
     ["SGD", False, None, "jit", (1, 8)],
 ]
 SHORT: list[Any] = [["SGD", True, 16, "jit", (1, 4)], RUNS[-1]]
