@@ -1,12 +1,13 @@
 """Every loss of the zoo has one hypergradient, whatever the mode and the rule: that of `hg.Unrolled`.
 
-    python -m experiments.zoo [--only NAME ...] [--modes eager jit vmap] [--rules sgd adam clipped] [...]
+    python -m experiments.zoo [--only NAME ...] [--modes eager jit vmap ...] [--rules sgd adam clipped] [...]
 
 The zoo is in `tests/adversarial`: losses as people write them, many with derivative rules of their own. Each is trained for
-a few steps and differentiated in its initial parameters, theta and the rate, or in some of them by turns. In float64 the two
-roads agree to 1e-9, leaf by leaf; in float32 the result is finite, and near that of float64 where the loss is smooth. The
-oracle is judged too, once for each loss: beside differences of the run where those make sense, and beside SGD written down
-plainly with `lax.scan`. Exit status 1 if one differs, is refused or crashes.
+a few steps and differentiated in its initial parameters, theta and the rate, or in some of them by turns: eagerly, in
+programs of one and of several lanes, by microbatches (the mean of two batches, each one part), and along the other ways to
+run. In float64 the two roads agree to 1e-9, leaf by leaf; in float32 the result is finite, and near that of float64 where
+the loss is smooth. The oracle is judged too, once for each loss: beside differences of the run where those make sense, and
+beside SGD written down plainly with `lax.scan`. Exit status 1 if one differs, is refused or crashes.
 """
 
 import argparse
@@ -45,6 +46,14 @@ SMOOTH = {  # for differences: Adam's first steps are signs, which cross zero wi
     **RULES,
     "adam": lambda rates: hg.Adam(jax.tree.map(lambda a: a / 3, rates), eps=0.1),
 }
+PARTS = 2  # batches that are one batch where it is cut into as many
+MICROBATCHES = "microbatches"
+WAYS = {  # other ways to run what Python calls
+    "host": hg.Reversible(driver="host"),
+    "stored": hg.Reversible(buffer="host"),
+    "isolated": hg.Reversible(isolate=True),
+}
+MODES = (*_judge.MODES, MICROBATCHES)
 ASKED = (("params", "theta", "rate"), ("theta",), ("rate",), ("theta", "rate"))  # what is differentiated, by turns
 VARIED = (("key",), ("rate",))  # what differs between lanes, by turns
 
@@ -78,6 +87,12 @@ class Together:
             total = total + found.astype(self.dtype)
         return (total, evidence) if evidence else total
 
+    def mean(self, params: Any, theta: Any, batches: Any) -> Any:
+        """Of the losses of some batches, along a leading axis."""
+        count = jax.tree.leaves(batches)[0].shape[0]
+        each = [self.loss(params, theta, jax.tree.map(lambda x: x[i], batches)) for i in range(count)]  # noqa: B023
+        return jax.tree.map(lambda *xs: sum(xs) / count, *each)
+
     def value(self, params: Any, statistics: Any) -> jax.Array:
         """What the runs come to: the sum of what each problem makes of its own."""
         total = jnp.zeros((), self.dtype)
@@ -93,11 +108,22 @@ class Together:
         order = jax.random.permutation(key, steps) % zoo.DISTINCT
         return hg.stacked(jax.tree.map(lambda x: x[order], self.data))
 
-    def case(self, rule: Callable[[Any], Any], steps: int = STEPS, varied: tuple[str, ...] = ("key",)) -> Case:
+    def several(self, key: Any, steps: int) -> Any:
+        """`PARTS` batches at each step."""
+        first = jax.random.permutation(key, steps)
+        order = jnp.stack([(first + i) % zoo.DISTINCT for i in range(PARTS)], axis=1)
+        return hg.stacked(jax.tree.map(lambda x: x[order], self.data))
+
+    def case(
+        self, rule: Callable[[Any], Any], steps: int = STEPS, varied: tuple[str, ...] = ("key",), cut: bool = False
+    ) -> Case:
+        """cut: into microbatches, each of which is one of the batches."""
+        loss, batches, parts = (self.mean, self.several, PARTS) if cut else (self.loss, self.batches, None)
+
         def value(h: Any, key: Any, adjoint: Any) -> jax.Array:
             run = hg.train(
-                self.loss, h["params"], rule(self.rates(h["rate"])), self.batches(key, steps), theta=h["theta"],
-                statistics=self.statistics, adjoint=adjoint,
+                loss, h["params"], rule(self.rates(h["rate"])), batches(key, steps), theta=h["theta"],
+                statistics=self.statistics, microbatches=parts, adjoint=adjoint,
             )  # fmt: skip
             return self.value(run.params, run.statistics)
 
@@ -165,17 +191,25 @@ def in_float64(entries: Sequence[zoo.Entry], rule: str, modes: Sequence[str], tu
     rows = []
     with jax.enable_x64(True):
         together = Together(entries, jnp.float64)
-        expected = None
+        expected: dict[bool, Any] = {}
         for i, mode in enumerate(modes):
             names, varied = ASKED[(turn + i) % len(ASKED)], VARIED[(turn + i) % len(VARIED)]
             if mode == "vmap" and not set(varied) & {"key", *names}:
                 varied = ("key",)
-            case = together.case(RULES[rule], steps, varied)
-            expected = expected or _judge.oracle(case)
+            cut = mode == MICROBATCHES
+            case = together.case(RULES[rule], steps, varied, cut)
+            if cut not in expected:
+                expected[cut] = _judge.oracle(case)
             tolerance = max(entry.tolerance for entry in entries)
             asked = f"float64 {rule} {mode}, in {' '.join(names)}"
-            rows.append((asked, lambda a=(case, names, mode, tolerance, expected): _judge.judge(*a)))
+            ask = case, names, called(mode), tolerance, expected[cut], WAYS.get(mode)
+            rows.append((asked, lambda ask=ask: _judge.judge(*ask)))
         return [(asked, compute()) for asked, compute in rows]
+
+
+def called(mode: str) -> str:
+    """How: one of `_judge.MODES`."""
+    return "jit" if mode == MICROBATCHES else "eager" if mode in WAYS else mode
 
 
 def in_float32(entry: zoo.Entry, rule: str, modes: Sequence[str], turn: int, steps: int = STEPS) -> list[Any]:
@@ -191,10 +225,11 @@ def in_float32(entry: zoo.Entry, rule: str, modes: Sequence[str], turn: int, ste
     tolerance = max(FLOAT32, 30 * sensitivity, entry.tolerance) if entry.smooth else float("inf")
     rows = []
     together = Together([entry], jnp.float32)
-    for i, mode in enumerate(modes):
+    for i, mode in enumerate(mode for mode in modes if mode != MICROBATCHES):
         names, varied = ASKED[(turn + i) % len(ASKED)], VARIED[(turn + i) % len(VARIED)]
         case = together.case(RULES[rule], steps, varied)
-        found, verdict, said = _judge.attempt(lambda: _judge.reversed_gradients(case.asking(*names), mode))  # noqa: B023
+        ask = case.asking(*names), called(mode), WAYS.get(mode)
+        found, verdict, said = _judge.attempt(lambda: _judge.reversed_gradients(*ask))  # noqa: B023
         if verdict is None:
             truth = [(value, {k: gradient[k] for k in names}) for value, gradient in truths[varied][: len(found)]]
             verdict = _judge.compare(found, truth, tolerance, said)
@@ -246,7 +281,7 @@ def main(arguments: argparse.Namespace) -> int:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="NAME", choices=list(zoo.entries()), help="these losses; else all")
-    parser.add_argument("--modes", nargs="+", choices=_judge.MODES, default=_judge.MODES)
+    parser.add_argument("--modes", nargs="+", choices=(*MODES, *WAYS), default=MODES)
     parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
     parser.add_argument("--dtypes", nargs="+", choices=("float64", "float32"), default=("float64", "float32"))
     parser.add_argument("--steps", type=int, default=STEPS)

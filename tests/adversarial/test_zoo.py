@@ -1,6 +1,7 @@
 """Losses as people write them have one hypergradient, by `hg.Reversible` as by `hg.Unrolled`: the short form of
 `experiments.zoo`, which also tries every rule and mode on each, float32, and the oracle itself."""
 
+import pytest
 import zoo
 from covering import some_of
 
@@ -11,6 +12,7 @@ from experiments import zoo as script
 GROUPS = script.groups(size=7)[::3]
 RULES = list(script.RULES)
 MODES = ("jit", "vmap", "eager")
+OTHERS = (script.MICROBATCHES, *script.WAYS)
 SHORT = {0, 6}  # images, and derivative rules of one's own
 
 
@@ -25,4 +27,12 @@ def test_the_zoo_is_as_large_as_it_says() -> None:
 def test_losses_of_the_zoo(i: int) -> None:
     group, rule = GROUPS[i], RULES[i % len(RULES)]
     for asked, verdict in script.in_float64(group, rule, [MODES[(i // len(RULES)) % len(MODES)]], turn=i, steps=4):
+        assert verdict.fine, (asked, [entry.name for entry in group], verdict)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("i", range(len(GROUPS)))
+def test_by_microbatches_and_in_every_way_to_run(i: int) -> None:
+    group, rule, mode = GROUPS[i], RULES[i % len(RULES)], OTHERS[(i // len(RULES)) % len(OTHERS)]
+    for asked, verdict in script.in_float64(group, rule, [mode], turn=i, steps=4):
         assert verdict.fine, (asked, [entry.name for entry in group], verdict)
