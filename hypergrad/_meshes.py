@@ -4,6 +4,7 @@ Invariant: what passes has shardings that the compiler chooses; none that JAX ca
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,15 +37,24 @@ def with_automatic_axes(function: Callable[[dict[str, Any]], Any], given: dict[s
     }
 
     def spec_of(path: Any, x: Any) -> PartitionSpec:
-        name = path[0].name
-        shape, spec = like.get(jax.tree_util.keystr(path[2 if name == "state" else 1 :]), ((), PartitionSpec()))
-        return spec if shape == x.shape and name in ("params", "state") else PartitionSpec()
+        shape, spec = like.get(jax.tree_util.keystr(path[2 if path[0].key == "state" else 1 :]), ((), PartitionSpec()))
+        return spec if shape == x.shape else PartitionSpec()
 
-    inside = lambda arrays: function(eqx.combine(arrays, rest))  # noqa: E731
+    trees: list[Any] = []
+
+    def inside(arrays: Any) -> tuple[dict[str, Any], list[Any]]:
+        """(what may be divided, the leaves of the rest). Their tree goes with how parameters are laid out, and so with
+        whether their values are known: this function alone is traced and is called."""
+        out = function(eqx.combine(arrays, rest))
+        leaves, tree = jax.tree.flatten(dataclasses.replace(out, params=None, state=None))
+        trees[:] = [tree]
+        return {"params": out.params, "state": out.state}, leaves
+
     with _told_of_closures("hg.train"):
-        out = jax.eval_shape(jax.sharding.auto_axes(inside, out_sharding=PartitionSpec()), arrays)
-    specs = jax.tree_util.tree_map_with_path(spec_of, out)
-    return jax.sharding.auto_axes(inside, out_sharding=specs)(arrays)
+        like_out, _ = jax.eval_shape(jax.sharding.auto_axes(inside, out_sharding=PartitionSpec()), arrays)
+    specs = jax.tree_util.tree_map_with_path(spec_of, like_out)
+    divided, leaves = jax.sharding.auto_axes(inside, out_sharding=(specs, PartitionSpec()))(arrays)
+    return dataclasses.replace(jax.tree.unflatten(*trees, leaves), **divided)
 
 
 def in_automatic_axes(function: Callable[..., Any]) -> Callable[..., Any]:

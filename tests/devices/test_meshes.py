@@ -29,7 +29,7 @@ def divided(w, _, b):
     return jax.shard_map(part, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())(w, b) + jnp.sum(w**2)
 
 def run(rate, x, w, loss=loss, **options):
-    return hg.train(loss, w, hg.SGD(rate, 0.75), hg.stacked(x), **options).params.sum()
+    return sum(map(jnp.sum, jax.tree.leaves(hg.train(loss, w, hg.SGD(rate, 0.75), hg.stacked(x), **options).params)))
 
 expected = jax.grad(run)(0.1, whole, start)
 host = {"adjoint": hg.Reversible(driver="host")}
@@ -52,7 +52,11 @@ print("done")
 """
 EXPLICIT = """
 x, w = on(explicit)
+layers = lambda w, _, b: loss(w["a"] * w["b"], 0, b) + jnp.mean(w["large"] ** 2)
+side_by_side = lambda w: jax.grad(run)(0.1, whole, {"a": w, "b": 2 * w, "large": jnp.tile(w, (10, 1))}, layers)
+on_one = side_by_side(start)
 with jax.set_mesh(explicit):
+    assert abs(side_by_side(w) - on_one) < 1e-4, "known values are laid out otherwise than traced ones"
     divided = jax.device_put(jnp.ones((4, 3)), NamedSharding(explicit, P("d")))
     of = lambda w, _, b: jnp.mean(jnp.tanh(b @ w.T) ** 2) + jnp.sum(w**2)
     slopes = {
