@@ -54,7 +54,7 @@ def with_automatic_axes(function: Callable[[dict[str, Any]], Any], given: dict[s
         like_out, _ = jax.eval_shape(jax.sharding.auto_axes(inside, out_sharding=PartitionSpec()), arrays)
     specs = jax.tree_util.tree_map_with_path(spec_of, like_out)
     divided, leaves = jax.sharding.auto_axes(inside, out_sharding=(specs, PartitionSpec()))(arrays)
-    return dataclasses.replace(jax.tree.unflatten(*trees, leaves), **divided)
+    return dataclasses.replace(jax.tree.unflatten(trees[0], leaves), **divided)
 
 
 def in_automatic_axes(function: Callable[..., Any]) -> Callable[..., Any]:

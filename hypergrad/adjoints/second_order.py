@@ -22,6 +22,7 @@ from jax import Array
 from hypergrad._isolation import barrier, isolated
 from hypergrad._settings import own_settings
 from hypergrad.errors import HypergradError
+from hypergrad.exact import exponent_of, power_of_two
 from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import GRADIENT
 from hypergrad.run.functions import Frozen
@@ -197,8 +198,9 @@ def _scaled(run: Run, u: list[Array]) -> tuple[list[Array], Callable[[list[Array
     if not (run.functions.narrow and run.functions.symmetric and u):
         return u, wide
     largest = jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(u[0].dtype) for x in u]).max()
-    _, exponent = jnp.frexp(jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1))
-    scale = jnp.ldexp(jnp.ones((), largest.dtype), jnp.clip(-6 - exponent, -120, 120))
+    with own_settings():
+        exponent = exponent_of(largest.astype(jnp.float64))
+        scale = power_of_two(jnp.clip(-6 - exponent, -120, 120)).astype(largest.dtype)
     return [x * scale.astype(x.dtype) for x in u], lambda xs: [x / scale.astype(x.real.dtype) for x in wide(xs)]
 
 

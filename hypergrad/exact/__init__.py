@@ -37,6 +37,8 @@ from hypergrad.exact.sums import SUM_BITS as SUM_BITS
 from hypergrad.exact.sums import TERMS as TERMS
 from hypergrad.exact.sums import Offsets as Offsets
 from hypergrad.exact.sums import Sum as Sum
+from hypergrad.exact.sums import exponent_of as exponent_of
+from hypergrad.exact.sums import power_of_two as power_of_two
 from hypergrad.exact.sums import sum_range as sum_range
 from hypergrad.exact.sums import total as total
 

@@ -75,14 +75,27 @@ def total(x: Array, shape: tuple[int, ...]) -> Array:
     axes = (*range(lead), *(lead + i for i, n in enumerate(shape) if n != x.shape[lead + i]))
     bits = 61 - math.ceil(math.log2(max(x.size // max(math.prod(shape), 1), 1)))
     largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float64)
-    usual = jnp.isfinite(largest) & (largest > 0)
-    unit = jnp.ldexp(jnp.float64(1), jnp.where(usual, jnp.clip(jnp.frexp(largest)[1], -1000, 1000), 0))
+    unit = power_of_two(exponent_of(largest))
     y = x.astype(jnp.float64) / unit * 2.0**bits
     high = jnp.round(y)
     low = jnp.round((y - high) * 2.0**bits)
     sums = [jnp.sum(part.astype(jnp.int64), axis=axes).astype(jnp.float64) * 2.0**-bits for part in (high, low)]
     found = (sums[0] + sums[1] * 2.0**-bits) * unit
     return jnp.where(jnp.isfinite(largest), found, jnp.nan).astype(x.dtype).reshape(shape)
+
+
+def exponent_of(x: Array) -> Array:
+    """int32, with x < 2^exponent <= 2 x: float64 >= 0; 0 of what is zero or no number. From -1000 to 1000.
+
+    By its bits: JAX makes `jnp.frexp` of float64 when a program is lowered, which is outside of `jax.enable_x64`.
+    """
+    found = (_bits(x) >> 52).astype(jnp.int32) - 1022
+    return jnp.where(jnp.isfinite(x) & (x > 0), jnp.clip(found, -1000, 1000), 0)
+
+
+def power_of_two(exponent: Array) -> Array:
+    """2^exponent, float64, of what `exponent_of` gives, of either sign."""
+    return jax.lax.bitcast_convert_type((exponent.astype(jnp.int64) + 1023) << 52, jnp.float64)
 
 
 def sum_range(bits: int) -> float:

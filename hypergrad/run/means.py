@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.exact import SUM_BITS, Offsets, Sum, sum_range
+from hypergrad.exact import SUM_BITS, Offsets, Sum, exponent_of, power_of_two, sum_range
 
 
 class Adding(NamedTuple):
@@ -95,32 +95,21 @@ class Scaled(Kind):
 
     def add(self, kept: Any, x: Array, m: Any, about: Adding) -> Any:
         total, largest = kept
-        scaled = x.astype(jnp.float64) * _power(-about.exponent)
+        scaled = x.astype(jnp.float64) * power_of_two(-about.exponent)
         return total.add(scaled, about.terms, about.offsets, self.bits), jnp.maximum(largest, _size(x))
 
     def together(self, kept: Any, axis: Any) -> Any:
         return kept[0].over(axis), jax.lax.pmax(kept[1], axis)
 
     def mean(self, kept: Any, x: Any, about: Adding) -> Array:
-        return (kept[0].mean(jnp.float64, about.terms, self.bits) * _power(about.exponent)).astype(x.dtype)
+        return (kept[0].mean(jnp.float64, about.terms, self.bits) * power_of_two(about.exponent)).astype(x.dtype)
 
     def rated(self, kept: Any, exponent: Array) -> tuple[Array, Array]:
         narrow = kept[1].dtype == jnp.int32
         largest = jax.lax.bitcast_convert_type(kept[1], jnp.float32 if narrow else jnp.float64).astype(jnp.float64)
-        relative = largest * _power(-exponent)
+        relative = largest * power_of_two(-exponent)
         fine = (relative < sum_range(self.bits)) & (relative >= (2.0**-40 if narrow else 2.0**-28))
         return exponent_of(largest), fine | (largest == 0) | ~jnp.isfinite(largest)
-
-
-def exponent_of(x: Array) -> Array:
-    """int32 [], with x < 2^exponent; 0 of what is zero or no number."""
-    usual = jnp.isfinite(x) & (x > 0)
-    return jnp.where(usual, jnp.clip(jnp.frexp(jnp.where(usual, x, 1))[1], -1000, 1000), 0).astype(jnp.int32)
-
-
-def _power(exponent: Array) -> Array:
-    """2^exponent, float64 []."""
-    return jnp.ldexp(jnp.float64(1), exponent)
 
 
 def _size(x: Array) -> Array:

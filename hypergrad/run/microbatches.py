@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec
 from hypergrad._duplicates import once_each
 from hypergrad._isolation import behind_branch, unseen
 from hypergrad._settings import own_settings
-from hypergrad.exact import Offsets
-from hypergrad.run.means import Adding, Kind, Scaled, exponent_of
+from hypergrad.exact import Offsets, exponent_of
+from hypergrad.run.means import Adding, Kind, Scaled
 
 
 Made = list[tuple[Kind, Any]]  # of each result, how its mean is made, and a `ShapeDtypeStruct`

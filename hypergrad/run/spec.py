@@ -232,9 +232,9 @@ class Run(InSegments):
 
     def signals_at_once(self, shared: Any, drawn: list[Any]) -> dict[str, list[Array]]:
         """{name: [leaf]} of (w, theta, frozen) and of all that is `drawn`, or a part of it."""
-        *batch, key = drawn
+        (w, theta, frozen), (*batch, key) = shared, drawn
         with jax.enable_x64(self.x64):
-            return self.functions.signals_at(*shared, batch, key)
+            return self.functions.signals_at(w, theta, frozen, batch, key)
 
     def metrics(
         self, t: Array, values: list[Floats], theta: list[Array], frozen: Frozen, batch: list[Any], apart: bool = True

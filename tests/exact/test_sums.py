@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from hypergrad._isolation import unseen
-from hypergrad.exact import SUM_BITS, TERMS, Offsets, Sum, sum_range, total
+from hypergrad.exact import SUM_BITS, TERMS, Offsets, Sum, exponent_of, power_of_two, sum_range, total
 
 
 QUANTUM = 2.0 ** -(SUM_BITS + 48)
@@ -100,3 +100,30 @@ def test_totals_in_no_order(shape: Any, to: Any, unit: float) -> None:
 def test_a_total_of_what_is_no_number() -> None:
     assert np.isnan(total(jnp.array([1.0, np.nan]), ())) and np.isnan(total(jnp.array([1.0, np.inf]), ()))
     assert total(jnp.zeros((3, 0)), (3, 1)).tolist() == [[0], [0], [0]] and total(jnp.zeros(4), ()) == 0
+
+
+@hypothesis.given(x=st.floats(2.0**-1000, 2.0**999))
+def test_powers_of_two_are_those_of_numpy(x: float) -> None:
+    found = jnp.asarray(x)
+    assert found.dtype == jnp.float64
+    exponent = int(exponent_of(found))
+    assert exponent == np.frexp(x)[1]
+    for sign in (1, -1):
+        assert float(power_of_two(jnp.int32(sign * exponent))) == np.ldexp(1.0, sign * exponent)
+
+
+@pytest.mark.parametrize("x", [0.0, np.inf, np.nan])
+def test_what_is_no_size_has_the_unit_one(x: float) -> None:
+    assert float(power_of_two(exponent_of(jnp.asarray(x)))) == 1
+
+
+def test_programs_that_are_lowered_outside_have_them() -> None:
+    """Compiled under the caller's setting, as those of users are."""
+    with jax.enable_x64(False):
+
+        @jax.jit
+        def size(x: jax.Array) -> jax.Array:
+            with jax.enable_x64(True):
+                return power_of_two(exponent_of(x.astype(jnp.float64))).astype(jnp.float32)
+
+        assert float(size(jnp.float32(5))) == 8
