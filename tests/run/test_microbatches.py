@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from covering import long, some_of
 from tiny import fails
@@ -90,46 +89,6 @@ def test_every_road_has_one_derivative(rule: str, loss: Any) -> None:
         )
         close(ours, unrolled, 1e-9)
         close(ours, whole, 1e-9)  # the mean over all rows is that of the means
-
-
-LABELS = RNG.integers(0, 4, (STEPS, ROWS))
-
-
-def classified(w: Any, theta: Any, batch: Any) -> jax.Array:
-    """Whose program has numbers of Python in it."""
-    x, labels = batch
-    return optax.softmax_cross_entropy_with_integer_labels(jnp.tanh(x @ w["a"] + theta) * w["b"], labels).mean()
-
-
-@pytest.mark.parametrize(
-    ("rule", "of_rows"),
-    [
-        (lambda rate: hg.DiagonalGGN(rate), True),
-        long(lambda rate: hg.SophiaG(rate, gamma=10.0), False),
-        long(lambda rate: hg.partition({"a": hg.KFAC(rate), "b": hg.SGD(rate)}, {"a": "a", "b": "b"}), False),
-        long(lambda rate: hg.partition({"a": hg.KFLR(rate), "b": hg.SGD(rate)}, {"a": "a", "b": "b"}), True),
-    ],
-    ids=["DiagonalGGN", "SophiaG", "KFAC", "KFLR"],
-)
-def test_what_else_a_rule_reads_is_a_mean_over_the_parts(rule: Any, of_rows: bool) -> None:
-    """One that is a mean over rows is the batch's; what is drawn differs, since each part draws for itself."""
-
-    def end(h: Any, microbatches: Any, adjoint: Any) -> jax.Array:
-        batches = hg.stacked((jnp.asarray(X), jnp.asarray(LABELS)))
-        done = hg.train(classified, h["w"], rule(h["rate"]), batches, theta=h["theta"], microbatches=microbatches,
-                        adjoint=adjoint)  # fmt: skip
-        return jnp.sum(jnp.sin(done.params["a"])) + jnp.sum(done.losses)
-
-    with jax.enable_x64(True):
-        ours, unrolled, whole = (
-            jax.jit(jax.value_and_grad(lambda h, m=m, a=a: end(h, m, a)))(hypers())
-            for m, a in ((4, hg.Reversible()), (4, hg.Unrolled()), (None, hg.Unrolled()))
-        )
-        close(ours, unrolled, 1e-9)
-        if of_rows:
-            close(ours, whole, 1e-9)
-        else:
-            assert ours[0] != whole[0]
 
 
 @jax.custom_vjp

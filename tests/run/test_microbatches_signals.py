@@ -1,0 +1,60 @@
+"""Microbatches and rules that read more of a batch than its gradient: what they read is a mean over the parts."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from covering import long
+
+import hypergrad as hg
+
+
+ROWS, STEPS = 16, 8
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(STEPS, ROWS, 3))
+START = {"a": RNG.normal(size=(3, 4)), "b": RNG.normal(size=4)}
+LABELS = RNG.integers(0, 4, (STEPS, ROWS))
+
+
+def classified(w: Any, theta: Any, batch: Any) -> jax.Array:
+    """Whose program has numbers of Python in it."""
+    x, labels = batch
+    return optax.softmax_cross_entropy_with_integer_labels(jnp.tanh(x @ w["a"] + theta) * w["b"], labels).mean()
+
+
+@pytest.mark.parametrize(
+    ("rule", "of_rows"),
+    [
+        (lambda rate: hg.DiagonalGGN(rate), True),
+        long(lambda rate: hg.SophiaG(rate, gamma=10.0), False),
+        long(lambda rate: hg.partition({"a": hg.KFAC(rate), "b": hg.SGD(rate)}, {"a": "a", "b": "b"}), False),
+        long(lambda rate: hg.partition({"a": hg.KFLR(rate), "b": hg.SGD(rate)}, {"a": "a", "b": "b"}), True),
+    ],
+    ids=["DiagonalGGN", "SophiaG", "KFAC", "KFLR"],
+)
+def test_what_else_a_rule_reads_is_a_mean_over_the_parts(rule: Any, of_rows: bool) -> None:
+    """One that is a mean over rows is the batch's; what is drawn differs, since each part draws for itself."""
+
+    def end(h: Any, microbatches: Any, adjoint: Any) -> jax.Array:
+        batches = hg.stacked((jnp.asarray(X), jnp.asarray(LABELS)))
+        done = hg.train(classified, h["w"], rule(h["rate"]), batches, theta=h["theta"], microbatches=microbatches,
+                        adjoint=adjoint)  # fmt: skip
+        return jnp.sum(jnp.sin(done.params["a"])) + jnp.sum(done.losses)
+
+    with jax.enable_x64(True):
+        start = {"a": jnp.asarray(START["a"]), "b": jnp.asarray(START["b"])}
+        h = {"w": start, "rate": jnp.float64(0.1), "theta": jnp.float64(0.05)}
+        ours, unrolled, whole = (
+            jax.jit(jax.value_and_grad(lambda h, m=m, a=a: end(h, m, a)))(h)
+            for m, a in ((4, hg.Reversible()), (4, hg.Unrolled()), (None, hg.Unrolled()))
+        )
+        near = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
+        jax.tree.map(near, ours, unrolled)
+        if of_rows:
+            jax.tree.map(near, ours, whole)
+        else:
+            assert ours[0] != whole[0]
