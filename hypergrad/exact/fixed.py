@@ -7,7 +7,7 @@ A decay by n/d puts a digit of up to d quanta into a value, and a deferred one m
 squares that is too much: g^2 has twice the decades of g. A second limb moves these quanta 46 bits down.
 
 A sum that leaves the range is replaced by a record of when it did, and the record stays to the end of the run. So no step
-looks at all values, which would be to read every array once more: `first_overflow` of the last state is the first of the
+looks at all values, which would be to read every array once more: `first_record` of the last state is the first of the
 whole run. A record is an integer above all values, the greater the earlier the step, with the bits of the magnitude below:
 
     (2^31 - 2 - step) 2^32 + the bits of the magnitude as a float32
@@ -38,6 +38,12 @@ class Overflow(NamedTuple):
     step: Array  # int32; -1: before the first step; `STEPS`: none did
     magnitude: Array  # float32, of the value; NaN or infinite if it was
     entry: Array  # int32, its place among all of them
+
+    @staticmethod
+    def of(record: Array, entry: Array) -> "Overflow":
+        """What `Fixed.first_record` found: int64 [...], int32 [...]."""
+        step = jnp.where(record < _LEAST_RECORD, STEPS, 2**31 - 2 - (record >> 32)).astype(jnp.int32)
+        return Overflow(step, jax.lax.bitcast_convert_type(record.astype(jnp.uint32), jnp.float32), entry)
 
 
 class Fixed(NamedTuple):
@@ -174,17 +180,16 @@ class Fixed(NamedTuple):
         return self._replace(high=jnp.where(old.high < _LEAST_RECORD, self.high, old.high))
 
     @jax.jit
-    def first_overflow(self) -> Overflow:
-        """The first that left its range, and of those that left together the one of the lowest index."""
+    def first_record(self) -> tuple[Array, Array]:
+        """(value, index) of the first that left its range, of those that left together the one of the lowest index; of some
+        value if none did, as `Overflow.of` tells: int64 [], int32 []."""
         z = self.high.reshape(-1)
         if not z.size:
-            return Overflow(jnp.int32(STEPS), jnp.float32(0), jnp.int32(0))
+            return jnp.int64(0), jnp.int32(0)
         index = jax.lax.argmax((z >> 32).astype(jnp.int32), 0, jnp.int32)  # in 32 bits: it is lowered outside of x64
-        found = z[index]
         if jax.device_count() > 1:  # of what is divided, each device would get all to look one up
-            found = jnp.max(jnp.where(jnp.arange(z.size, dtype=jnp.int32) == index, z, -_LEAST_RECORD))
-        step = jnp.where(found < _LEAST_RECORD, STEPS, 2**31 - 2 - (found >> 32)).astype(jnp.int32)
-        return Overflow(step, jax.lax.bitcast_convert_type(found.astype(jnp.uint32), jnp.float32), index)
+            return jnp.max(jnp.where(jnp.arange(z.size, dtype=jnp.int32) == index, z, -_LEAST_RECORD)), index
+        return z[index], index
 
 
 def default_fraction_bits(dtype: np.dtype) -> int:

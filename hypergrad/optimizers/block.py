@@ -82,10 +82,10 @@ class Block:
         parts = [array] if len(sizes) == 1 else jax.lax.split(array, sizes)  # the transpose of a concatenation
         return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
-    def place(self, entry: Array) -> Array:
-        """Which of its leaves an entry lies in: int32 [] -> int32 []."""
-        ends = np.cumsum([math.prod(shape) for shape in self.shapes])[:-1]
-        return jnp.sum(entry >= ends, dtype=jnp.int32)
+    @property
+    def ends(self) -> np.ndarray:
+        """Where its leaves end, but for the last: entry i lies in leaf number sum(i >= ends)."""
+        return np.cumsum([math.prod(shape) for shape in self.shapes])[:-1]
 
     def increment(self, link: Link, h: Hypers, z: Floats, g: Array | None) -> Array:
         """A pure function of floats, differentiated by every adjoint."""

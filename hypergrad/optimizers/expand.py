@@ -117,17 +117,22 @@ def decay_interval(link: Link) -> tuple[float, float]:
     return max(1 / link.denominator, SMALLEST_RATIO), 1.0 if link.may_be_one else 1 - 1 / link.denominator
 
 
-def first_bad_decay(link: Link, h: Hypers) -> tuple[Array, Array, Array]:
-    """(any, step, value): where a block's traced decay is outside its interval."""
+def first_bad_decay(link: Link, h: Hypers) -> tuple[Array, Array]:
+    """(step, or -1 of one for all steps, value) where a block's traced decay first is outside its interval; of one that
+    nowhere is, some step and value: int32 [], float64 []."""
     rho = h[str(link.decay)]
     rho = rho.reshape(rho.shape[0], -1)
     if not rho.size:
-        return jnp.bool_(False), jnp.int32(-1), jnp.float32(0)
-    lowest, highest = decay_interval(link)
-    bad = ~((rho >= lowest) & (rho <= highest))
-    step = first_true(bad.any(axis=1))
-    step_or_none = jnp.where(rho.shape[0] > 1, step, -1).astype(jnp.int32)
-    return bad.any(), step_or_none, rho[step, first_true(bad[step])].astype(jnp.float32)
+        return jnp.int32(-1), jnp.float64(decay_interval(link)[1])
+    bad = outside(rho, *decay_interval(link))
+    step = first_true(bad.any(axis=1)) if rho.shape[0] > 1 else 0
+    entry = first_true(bad[step]) if rho.shape[1] > 1 else 0
+    return jnp.int32(step if rho.shape[0] > 1 else -1), rho[step, entry].astype(jnp.float64)
+
+
+def outside(rho: Array, lowest: Any, highest: Any) -> Array:
+    """bool [...]; of what is no number, too."""
+    return ~((rho >= lowest) & (rho <= highest))
 
 
 def first_true(x: Array) -> Array:

@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 
 def schedules(run: Run, h: list[Hypers]) -> Plan:
-    return [(_in_segments if run.in_segments else _whole)(run, *source) for source in _sources(run, h)]
+    return [(_in_segments if run.in_segments else _whole)(run, *source) for source in sources(run, h)]
 
 
 def _whole(run: Run, block: Block, link: Link, h: Hypers) -> RunSchedule:
@@ -75,7 +75,7 @@ def marks(plan: Plan, segment: Any) -> list[Mark]:
 def entries_of(run: Run, length: int, h: list[Hypers], before: list[Mark], first: Array) -> list[Any]:
     """Of the steps from `first` on, with stacks that are empty there. before: as `marks` gives it."""
     result, span = [], Span(first, length)
-    for (block, link, own), mark in zip(_sources(run, h), before, strict=True):
+    for (block, link, own), mark in zip(sources(run, h), before, strict=True):
         n = _numerators(run, link, own, span)
         result.append(block.buffer(link).schedule(n, link.denominator, mark.restarted()).entries)
     return result
@@ -83,7 +83,7 @@ def entries_of(run: Run, length: int, h: list[Hypers], before: list[Mark], first
 
 def numerators(run: Run, h: list[Hypers]) -> list[Array]:
     """Of each schedule, all that it follows from: int64 [steps]."""
-    return [link_numerators(link, own, run.steps) for _, link, own in _sources(run, h)]
+    return [link_numerators(link, own, run.steps) for _, link, own in sources(run, h)]
 
 
 def _numerators(run: Run, link: Link, h: Hypers, span: Span) -> Array:
@@ -92,7 +92,7 @@ def _numerators(run: Run, link: Link, h: Hypers, span: Span) -> Array:
     return link_numerators(link, {str(link.decay): own}, span.length)
 
 
-def _sources(run: Run, h: list[Hypers]) -> Iterator[tuple[Block, Link, Hypers]]:
+def sources(run: Run, h: list[Hypers]) -> Iterator[tuple[Block, Link, Hypers]]:
     """Of each schedule, a link that has it."""
     found = set()
     for block, own, row in zip(run.blocks, h, run.shared, strict=True):

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from hypergrad.errors import BUFFER_FULL, DECAY, NON_FINITE, OK, RANGE, Status
-from hypergrad.exact import PUBLIC_WORD_BITS, STEPS, WORD_BITS
+from hypergrad.exact import PUBLIC_WORD_BITS, STEPS, WORD_BITS, Overflow
 from hypergrad.optimizers.block import Floats
-from hypergrad.optimizers.chain import PARAMS
-from hypergrad.optimizers.expand import Hypers, first_bad_decay, first_true
-from hypergrad.run.plan import Plan, RunSchedule, by_link
+from hypergrad.optimizers.chain import PARAMS, Link
+from hypergrad.optimizers.expand import Hypers, decay_interval, first_bad_decay, first_true, outside
+from hypergrad.run.plan import Plan, RunSchedule, by_link, sources
 from hypergrad.run.spec import Run
 from hypergrad.run.step import State
 from hypergrad.run.underflow import Underflow, underflow
@@ -109,36 +110,48 @@ def _first(x: Found, y: Found) -> Found:
 
 
 def _decays(run: Run, h: list[Hypers]) -> Found | None:
-    """The last decay out of its interval; None if all were known, and looked at, when the program was built."""
-    found = None
+    """The first decay out of its interval; None if all were known, and looked at, when the program was built."""
     rows = [
-        (link, known, own)
-        for b, own in zip(run.blocks, h, strict=True)
-        for link, known in zip(b.chain, b.known, strict=True)
+        (link, index, known, own)
+        for block, row, own in zip(run.blocks, run.shared, h, strict=True)
+        for link, index, known in zip(block.chain, row, block.known, strict=True)
     ]
-    for index, (link, known, own) in enumerate(rows, len(run.labels.places) - len(rows)):
-        if link.decay and known is None:
-            bad, step, value = first_bad_decay(link, own)
-            found = _first(Found(jnp.where(bad, DECAY, OK), step, index, value), found or Found(OK))
-    return found
+    asked: dict[int, tuple[int, Link, Hypers]] = {}  # of each schedule, the first link that has it
+    for place, (link, index, known, own) in enumerate(rows, len(run.labels.places) - len(rows)):
+        if index is not None and known is None:
+            asked.setdefault(index, (place, link, own))
+    if not asked:
+        return None
+    places, links, rates = zip(*asked.values(), strict=True)
+    steps, values = map(jnp.stack, zip(*map(first_bad_decay, links, rates), strict=True))
+    bad = outside(values, *np.transpose([decay_interval(link) for link in links]))
+    first = first_true(bad)
+    return Found(jnp.where(bad.any(), DECAY, OK), steps[first], jnp.asarray(places, jnp.int32)[first], values[first])
 
 
 def _values(run: Run, end: State, noted: Noted) -> Found:
     """The first value that left its grid, or loss that is no number: at one step the value, as losses come of values."""
-    found, places = [], []
+    records, entries, starts, leaves = [], [], [], []
     for block, slots, own in zip(run.blocks, end, places_of(run), strict=True):
         for link, place in zip(block.chain, own, strict=True):
-            found.append(slots[link.name].value.first_overflow())
-            places.append(place + block.place(found[-1].entry))
-    steps = jnp.stack([overflow.step for overflow in found])
-    first = jax.lax.argmin(steps, 0, jnp.int32)
-    step, value = steps[first], jnp.stack([overflow.magnitude for overflow in found])[first]
+            record, entry = slots[link.name].value.first_record()
+            records.append(record)
+            entries.append(entry)
+            starts.append(place)
+            leaves.append(block.ends)
+    overflow = Overflow.of(jnp.stack(records), jnp.stack(entries))
+    first = jax.lax.argmin(overflow.step, 0, jnp.int32)
+    step, value, entry = (x[first] for x in overflow)
+    ends = np.full((len(leaves), max(map(len, leaves))), np.iinfo(np.int32).max, np.int32)
+    for row, of_block in zip(ends, leaves, strict=True):
+        row[: len(of_block)] = of_block
+    leaf = jnp.asarray(starts, jnp.int32)[first] + jnp.sum(entry >= jnp.asarray(ends)[first], dtype=jnp.int32)
     code = jnp.where(step == STEPS, OK, jnp.where(jnp.isfinite(value), RANGE, NON_FINITE))
     of_loss = ~jnp.isfinite(noted.loss) & (noted.step < step)
     return Found(
         jnp.where(of_loss, NON_FINITE, code),
         jnp.where(of_loss, noted.step, step),
-        jnp.where(of_loss, -1, jnp.stack(places)[first]),
+        jnp.where(of_loss, -1, leaf),
         jnp.where(of_loss, noted.loss.astype(jnp.float32), value),
     )
 
@@ -174,12 +187,14 @@ def most_words(plan: Plan) -> Array:
 def _bits(run: Run, values: list[Floats], h: list[Hypers], plan: Plan) -> tuple[Any, Any]:
     """Per parameter and step, over all that decays: kept (words, and what waits to become one), log2(1/rho)."""
     stored = ideal = jnp.float32(0)
+    weights = [0.0] * len(plan)
     parameters = sum(values[j][PARAMS].size for j in run.parameters) or 1
-    for block, x, rates, own in zip(run.blocks, values, h, by_link(run, plan), strict=True):
-        for link in block.chain:
-            if link.decay:
-                weight = x[link.name].size / parameters
-                rho, end = rates[link.decay].astype(jnp.float32), own[link.name].end
-                stored += weight * (WORD_BITS * end.words + block.buffer(link).residual_bits(end)) / run.steps
-                ideal += weight * jnp.mean(-jnp.log2(rho))
+    for block, x, row in zip(run.blocks, values, run.shared, strict=True):
+        for link, index in zip(block.chain, row, strict=True):
+            if index is not None:
+                weights[index] += x[link.name].size / parameters
+    for (block, link, own), weight, schedule in zip(sources(run, h), weights, plan, strict=True):
+        rho, end = own[str(link.decay)].astype(jnp.float32), schedule.end
+        stored += weight * (WORD_BITS * end.words + block.buffer(link).residual_bits(end)) / run.steps
+        ideal += weight * jnp.mean(-jnp.log2(rho))
     return stored, ideal

@@ -61,7 +61,7 @@ def underflow(
     owners = np.asarray([j for j, _ in which])
     update = jnp.stack(updates)
     few = (update < ENOUGH) & (update > 0)  # a learning rate of 0 moves nothing, and means it
-    any_few = jnp.stack([few[owners == j].any() for j in range(len(first))])
+    any_few = (few[:, None] & (owners[:, None] == np.arange(len(first)))).any(axis=0)
     counts = few & ((first > 0) & (moved > first / ENOUGH) | (any_few | (found == 0)).all())[owners]
     size = jnp.maximum(first, largest(last)) / jnp.asarray([quantum(b, b.chain[-1]) for b in run.of_parameters], jnp.float32)
     quanta = jnp.concatenate([update, size])

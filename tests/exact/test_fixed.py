@@ -33,6 +33,7 @@ from hypergrad.exact import (
     STEPS,
     WORD_BITS,
     Fixed,
+    Overflow,
     all_of,
     default_fraction_bits,
     encode,
@@ -103,7 +104,7 @@ def test_subtract_undoes_add(grid, wide, scale, data):
         unit = fractions.Fraction(scale or 1) / 2 ** (bits + LOW_BITS * wide)
         for new, old, b in zip(integers(after), integers(x), map(fractions.Fraction, increment.tolist()), strict=True):
             assert abs((new - old) * unit - b) <= unit / 2 + abs(b) / 2**51
-    assert (np.asarray(after.first_overflow().step) == STEPS).all()
+    assert (np.asarray(Overflow.of(*after.first_record()).step) == STEPS).all()
 
 
 @pytest.mark.parametrize("wide", VALUES.values(), ids=VALUES)

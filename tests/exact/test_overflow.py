@@ -12,7 +12,7 @@ from extremes import GRIDS, SCALES, SIZE, STEP, VALUES, add_and_subtract, floats
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from hypergrad.exact import DEFERRED, HEADS, STEPS, Fixed, grid_range
+from hypergrad.exact import DEFERRED, HEADS, STEPS, Fixed, Overflow, grid_range
 from hypergrad.exact.fixed import overflow_record
 
 
@@ -22,7 +22,8 @@ BITS, LIMIT = 48, grid_range(48)
 IN_RANGE = st.integers(1 - 2**62, 2**62 - 1)
 MAGNITUDES = st.sampled_from([0.0, LIMIT, 1e30, float("inf"), float("nan")]) | st.floats(0, width=32, allow_subnormal=False)
 
-each_overflow = jax.jit(lambda x: jax.vmap(lambda high: Fixed(high).first_overflow())(x.high))
+first_overflow = lambda x: Overflow.of(*x.first_record())  # noqa: E731
+each_overflow = jax.jit(lambda x: jax.vmap(lambda high: first_overflow(Fixed(high)))(x.high))
 
 
 @hypothesis.given(
@@ -32,7 +33,7 @@ each_overflow = jax.jit(lambda x: jax.vmap(lambda high: Fixed(high).first_overfl
 def test_the_first_record_is_found_among_values_and_later_ones(values, lost):
     for entry, (step, magnitude) in lost.items():
         values[entry] = overflow_record(step, jnp.float32(magnitude))
-    found = Fixed(jnp.asarray(values)).first_overflow()
+    found = first_overflow(Fixed(jnp.asarray(values)))
     if not lost:
         assert int(found.step) == STEPS
         return
@@ -42,7 +43,7 @@ def test_the_first_record_is_found_among_values_and_later_ones(values, lost):
 
 
 def test_nothing_has_no_overflow():
-    assert int(Fixed(jnp.zeros((0,), jnp.int64)).first_overflow().step) == STEPS
+    assert int(first_overflow(Fixed(jnp.zeros((0,), jnp.int64))).step) == STEPS
 
 
 @pytest.mark.parametrize(("dtype", "bits"), GRIDS)
@@ -125,4 +126,4 @@ def test_a_record_outlives_decays_and_increments(buffer, n, wide):
     decoded = end.decode(BITS, jnp.float64)
     np.testing.assert_allclose(decoded[4], -decoded[0], rtol=1e-9)
     # A decay makes a value of a record, or a later one.
-    assert int(forgetful.first_overflow().step) != int(end.first_overflow().step)
+    assert int(first_overflow(forgetful).step) != int(first_overflow(end).step)
