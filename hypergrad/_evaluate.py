@@ -100,7 +100,7 @@ class Evaluation:
         workers = self._workers(learned, fixed)
         cores = len(workers) > 1 and workers[0] is None
         size = -(-self.seeds // (len(workers) * (2 if cores else 1)))
-        padded = keys[np.arange(-(-self.seeds // size) * size) % self.seeds]
+        padded = keys if self.seeds % size == 0 else keys[np.arange(-(-self.seeds // size) * size) % self.seeds]
         groups = [padded[i : i + size] for i in range(0, len(padded), size)]
         places = [workers[i % len(workers)] for i in range(len(groups))]
         point, look = (learned, fixed, groups[0]), functools.partial(self._look, several=len(workers) > 1 and not cores)

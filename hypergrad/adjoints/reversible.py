@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
@@ -206,15 +207,21 @@ _run.defvjp(_run_fwd, _run_bwd, symbolic_zeros=True)
 
 def _certificate(run: Run, forward: Status, back: Back, faint: Array) -> Status:
     """The forward pass's status, or else whether the way back was exact: what failed on the way out cannot return."""
-    reversal = jnp.where(back.found.all(), OK, REVERSAL).astype(jnp.int32)
-    states, (_, batches) = back.found[:-2], back.found[-2:]
-    places = jnp.asarray([place for row in places_of(run) for place in row], jnp.int32)
-    place = jnp.where(states.all(), LOSSES, places[first_true(~states)])
-    place = jnp.where(batches, place, BATCHES)  # of which all else follows
-    place = jnp.where(forward.ok, place, forward.place).astype(jnp.int32)
-    code = jnp.where(forward.ok, reversal, forward.code)
+    places = np.asarray([place for row in places_of(run) for place in row], np.int32)
+    code, place, small = _judged(places, back.found, forward.code, forward.place)
+    return dataclasses.replace(forward, code=code, place=place, isolated=back.doubted, small=small, faint=faint)
+
+
+@jax.jit
+def _judged(places: Array, found: Array, code: Array, place: Array) -> tuple[Array, Array, Array]:
+    """(code, place, small) of a `Status`. places: of each block and link; found: as `Back` has it."""
+    states, (_, batches) = found[:-2], found[-2:]
+    reversal = jnp.where(found.all(), OK, REVERSAL).astype(jnp.int32)
+    lost = jnp.where(states.all(), LOSSES, places[first_true(~states)])
+    lost = jnp.where(batches, lost, BATCHES)  # of which all else follows
+    well = code == OK
     # What else there is to know of the run has been said on the way out.
-    return dataclasses.replace(forward, code=code, place=place, isolated=back.doubted, small=jnp.int32(-1), faint=faint)
+    return jnp.where(well, reversal, code), jnp.where(well, lost, place).astype(jnp.int32), jnp.int32(-1)
 
 
 def _faint(cotangents: list[Array]) -> Array:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -95,6 +96,7 @@ class Tiles(NamedTuple):
             parts.append(x)
         return self.put(parts)
 
+    @functools.partial(jax.jit, static_argnums=(0, 1))  # not a program for each operation
     def identity(self, dtype: np.dtype) -> Array:
         """The vector of ones on all diagonals."""
         one = lambda n, full: jnp.eye(n, dtype=dtype) if full else jnp.ones(n, dtype)  # noqa: E731
