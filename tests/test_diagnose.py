@@ -132,6 +132,7 @@ def test_verdicts_on_norms_made_by_hand() -> None:
     assert lost.verdict == "not finite" and lost.onset == 1 and "sqrt(0)" in lost.explain()
 
 
+@pytest.mark.long
 def test_a_probe_changes_no_bit_and_sees_compiled_and_batched_runs() -> None:
     def one(rate: Any, key: Any) -> Any:
         sgd, batches = hg.SGD(rate, 0.5), hg.full_batch(CURVATURE)

@@ -254,6 +254,7 @@ def test_a_gradient_of_all_lanes_together_is_nan_in_the_failed_one_alone(adjoint
     assert np.isfinite(jax.grad(together)(jnp.array([0.1, 1e4, 0.2]))).tolist() == [True, False, True]
 
 
+@pytest.mark.long
 def test_without_throw_gradients_of_the_other_lanes_are_finite():
     grads = jax.vmap(jax.grad(lambda rate: diverging(rate).params["w"].sum()))(jnp.array([0.1, 1e4]))
     assert np.isfinite(grads).tolist() == [True, False]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import long
 from test_optimize import RATE, loss, trainer, val_fn
 
 import hypergrad as hg
@@ -68,7 +69,7 @@ def diverging(hypers: Any, key: Any) -> Any:
     return hg.train(loss, start, hg.SGD(rate, 0.5), hg.full_batch((jnp.eye(3), jnp.ones(3))), theta=0.0, steps=4).params
 
 
-@pytest.mark.parametrize(("seeds", "jit"), [(6, True), (4, False)])
+@pytest.mark.parametrize(("seeds", "jit"), [long(6, True), (4, False)])
 def test_a_seed_that_diverged_does_not_poison_the_mean(seeds: int, jit: bool) -> None:
     keys = jax.random.split(jax.random.fold_in(jax.random.key(0), 0), seeds)
     good = [key for key in keys if jax.random.normal(key, 3)[0] <= 0]
@@ -108,7 +109,7 @@ def quadratic(hypers: Any, key: Any) -> Any:
     return hypers["x"] * jnp.array([1.0, 10.0]) + 0.1 * jax.random.normal(key, 2)
 
 
-@pytest.mark.parametrize("seeds", [1, 3])
+@pytest.mark.parametrize("seeds", [long(1), 3])
 def test_lbfgs_sees_one_objective_and_beats_adam(seeds: int) -> None:
     start, options = {"x": jnp.array([3.0, 1.0])}, {"meta_steps": 8, "seeds_per_step": seeds}
     steep, plain = (

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import some_of
+from covering import long, some_of
 from recorded import NET, OPTIMIZERS, RATES, SEGMENT, STEPS, assert_same, drawn, numbers, options
 from tiny import fails
 
@@ -38,7 +38,7 @@ def test_every_step_is_that_of_a_run_that_ends_there(name: str, tmp_path: pathli
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("states, at", [(1, [4]), (2, [4, 8]), (9, [4, 8])])
+@pytest.mark.parametrize("states, at", [long(1, [4]), (2, [4, 8]), (9, [4, 8])])
 def test_with_states_kept_on_the_way_only_what_follows_a_step_is_undone(
     states: int, at: list[int], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +103,7 @@ def test_resumed_it_ends_as_it_did(tmp_path: pathlib.Path) -> None:
         assert_same(numbers(record.resume(step)), numbers(record.trained))
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_resumed_on_other_batches_it_is_the_run_that_had_them(tmp_path: pathlib.Path) -> None:
     """A batch left out: what came before it is the same."""

@@ -84,6 +84,7 @@ def test_vmap_over_keys_or_over_hyperparameters_alone() -> None:
         assert_close(jax.tree.map(lambda x, i=i, j=j: x[i, j], both), one)
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_isolated_gradients_give_the_same() -> None:
     lane = jnp.float32(0.3), jnp.float32(0.9), jax.random.key(7)

@@ -174,12 +174,13 @@ def test_all_adjoints_train_alike_bit_for_bit(form: str, road: str) -> None:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("road", ["unrolled", "checkpointed"])
+@some_of("road", ["unrolled", "checkpointed"], "checkpointed")
 def test_all_adjoints_train_alike_in_float32_too(road: str) -> None:
     outputs = jax.jit(functools.partial(objective, ROADS[road]))(hypers_of("scalar", "float32"))[1]
     assert_same_bits(outputs, evaluate("scalar", "reversible", "float32")[0][1])
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_the_host_driver_trains_and_differentiates_as_the_scan_does() -> None:
     on_host = functools.partial(objective, hg.Reversible(driver="host"))
@@ -189,6 +190,7 @@ def test_the_host_driver_trains_and_differentiates_as_the_scan_does() -> None:
     assert_close(gradients, expected_gradients, 1e-5)
 
 
+@pytest.mark.long
 def test_gmpy2_trains_and_differentiates_as_the_scan_does() -> None:
     """On a network of which two leaves are one vector."""
     net = network("layer norm")

@@ -72,6 +72,7 @@ def test_words_on_the_host_are_those_of_the_schedule():
     assert road.host == 2 * size * (STEPS // 16 - 1)  # one bit a step, in words of 16; the last waits in the integers
 
 
+@pytest.mark.long
 def test_with_words_on_the_host_the_device_holds_as_much_of_a_long_run():
     def device(steps):
         return planned(DENSE, hg.SGD(0.1, 0.9), steps, adjoint=hg.Reversible(buffer="host")).roads[0].device
@@ -79,6 +80,7 @@ def test_with_words_on_the_host_the_device_holds_as_much_of_a_long_run():
     assert device(131072) - device(16384) < 131072 / 20  # bytes: where schedules stand before each segment
 
 
+@pytest.mark.long
 def test_of_a_long_run_only_the_words_grow():
     def device(steps):
         return planned(DENSE, hg.SGD(0.1, 0.9), steps, adjoint=hg.Reversible()).roads[0].device
@@ -88,6 +90,7 @@ def test_of_a_long_run_only_the_words_grow():
     assert device(16384) - device(8192) < 1.1 * of_steps
 
 
+@pytest.mark.long
 def test_with_a_budget_the_first_that_fits_is_taken():
     roomy, tight = planned(DENSE, hg.SGD(0.1, 0.9)), planned(DENSE, hg.SGD(0.1, 0.9), memory_budget=1000)
     assert roomy.adjoint == hg.Reversible()
@@ -125,6 +128,7 @@ def test_auto_takes_what_fits():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.long
 def test_auto_takes_states_where_lost_digits_are_more(monkeypatch):
     """Digits that fill a gigabyte: no rule of the library loses as many on a network that a test can train."""
     monkeypatch.setattr(auto, "room", lambda adjoint, *_: auto.Room(2**30 if adjoint == hg.Reversible() else 2**10))
@@ -140,6 +144,7 @@ def test_auto_that_finds_nothing_says_what_each_road_takes():
         jax.jit(jax.grad(lambda rate: trained(DENSE, DENSE.theta(), hg.SGD(rate, 0.9), hg.Auto(512), 20)))(0.1)
 
 
+@pytest.mark.long
 def test_auto_in_the_meta_loop():
     def train_fn(hypers, key):
         theta = DENSE.theta()
@@ -170,6 +175,7 @@ def test_a_long_run_is_measured_on_few_steps():
     assert plan.roads[0].seconds > 0
 
 
+@pytest.mark.long
 def test_batches_from_python_go_backwards_or_not_at_all():
     x, y = DENSE.data
     batches = hg.host_batches([(x[:8], y[:8])] * 20)
@@ -196,6 +202,7 @@ def test_the_slow_reference_is_not_planned():
         planned(DENSE, hg.SGD(0.1, 0.9), adjoint=hg.Reversible(buffer="gmpy2"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("measure", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_between_the_two_it_cuts_the_run_into_segments(measure):
     """Digits of 4,000 steps at a small momentum are more than the budget, states of now and then are not."""

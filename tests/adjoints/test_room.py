@@ -100,6 +100,7 @@ def test_what_is_made_of_a_bounded_decay_is_not_bounded(rooms):
     assert rooms == [{"velocity": SGD_DEFAULT}]
 
 
+@pytest.mark.long
 def test_room_by_the_names_of_links(rooms):
     hypers = {"b1": jnp.float32(0.9), "b2": jnp.float32(0.999)}
     gradient = lambda words: jax.jit(jax.grad(lambda h: value_of(h, hg.Reversible(capacity=words))))(hypers)  # noqa: E731

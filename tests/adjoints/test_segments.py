@@ -267,6 +267,7 @@ def test_another_run_that_comes_back_is_found(monkeypatch: pytest.MonkeyPatch) -
         jax.grad(end)(jnp.linspace(0.1, 0.3, steps))
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_what_blocks_have_in_common_has_one_cotangent_a_step(by_hand: Any, tmp_path: Any) -> None:
     """The same as where each block has its own, added up by JAX, bit for bit."""

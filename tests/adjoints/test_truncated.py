@@ -38,6 +38,7 @@ def test_of_all_steps_it_is_that_of_reversible(name: str) -> None:
             np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @pytest.mark.parametrize("compile", [pytest.param(lambda f: f, id="eager"), long(jax.jit, id="jit")])
 def test_of_some_steps_it_is_that_of_the_run_that_begins_there(compile: Any) -> None:

@@ -88,6 +88,7 @@ def test_a_check_on_what_was_trained_sees_it(monkeypatch: pytest.MonkeyPatch) ->
     assert values(plain) == values(with_asking)
 
 
+@pytest.mark.long
 def test_a_decay_made_of_another_runs_results_is_guessed(monkeypatch: pytest.MonkeyPatch, words: list[int]) -> None:
     def two_runs(h: Any, key: Any) -> Any:
         losses = train(optimizer=hg.SGD(0.1, h["m"]), steps=STEPS).losses

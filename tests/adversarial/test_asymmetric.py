@@ -146,11 +146,12 @@ def assert_roads_agree(loss: Any, optimizer: Any, given: Any) -> None:
     assert_same(*roads)
 
 
-@some_of("name", LOSSES, "reversed", "a rule for a function of JAX", "custom_root", "stop_gradient")
+@some_of("name", LOSSES, "reversed", "a rule for a function of JAX")
 def test_a_field_that_is_no_gradient(name: str) -> None:
     assert_roads_agree(LOSSES[name], lambda rate: hg.SGD(rate, 0.75), inputs())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -173,6 +174,7 @@ def test_beside_statistics() -> None:
     assert_roads_agree(loss, lambda rate: hg.SGD(rate, 0.75), given)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "optimizer",
     [pytest.param(lambda rate: hg.SGD(rate, 0.75), id="SGD"), long(lambda rate: hg.Adam(rate / 10), id="Adam")],

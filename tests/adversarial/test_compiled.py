@@ -52,6 +52,7 @@ def test_our_options_keep_gradients(how: str) -> None:
         np.testing.assert_allclose(a, b, atol=1e-14)
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @some_of("how", ["set", "multiplied"], "set")
 def test_rows_set_by_index_beside_a_scan(how: str) -> None:
@@ -78,6 +79,7 @@ def nested(p: Any, theta: Any, batch: Any) -> Any:
     return joint + jnp.sin(2 * joint) + penalty
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @some_of(("frozen", "steps"), list(itertools.product([None, "a", "b"], [1, 7])), ("b", 1))
 def test_frozen_leaves_and_single_steps_come_back(frozen: str | None, steps: int) -> None:

@@ -122,6 +122,7 @@ def told_once(function: Callable[[], Any]) -> Any:
     return result
 
 
+@pytest.mark.long
 def test_the_scan_takes_the_gradient_apart() -> None:
     gradient = lambda: jax.grad(lambda i: value(i, "convolutions", driver="scan"))(inputs("convolutions"))  # noqa: E731
     ours = told_once(gradient)
@@ -161,6 +162,7 @@ def other_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     jax.clear_caches()
 
 
+@pytest.mark.long
 def test_from_python_gradients_are_taken_apart_too(other_bits: None) -> None:
     gradient = lambda: jax.grad(lambda i: value(i, "turned", driver="host"))(inputs("turned"))  # noqa: E731
     assert_close(told_once(gradient), expected("turned"))
@@ -207,6 +209,7 @@ def test_so_does_the_meta_loop() -> None:
     assert_close(gradient, expected("convolutions"))
 
 
+@pytest.mark.long
 def test_who_insists_is_refused_with_the_first_difference() -> None:
     loss, params, theta, data = case("convolutions")
     arguments: Any = loss, params, hg.SGD(0.1, 0.75), hg.full_batch(data)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import every_value
+from covering import every_value, some_of
 from tiny import BATCHES, PARAMS, fails, final, loss, train
 
 import hypergrad as hg
@@ -42,7 +42,7 @@ def lane(w: Any, where: str) -> Any:
     return final(loss=of_all, params={"w": w}, batches=index if where == "batches" else BATCHES)
 
 
-@pytest.mark.parametrize("where", ["loss", "batches"])
+@some_of("where", ["loss", "batches"], "batches")
 def test_an_axis_that_vmap_names(where: str) -> None:
     lanes = jnp.array([[1.0, -2.0], [0.5, 3.0]])
     ours = jax.vmap(jax.value_and_grad(lambda w: lane(w, where)), axis_name="lanes")(lanes)
@@ -130,6 +130,7 @@ def test_an_ode_in_the_loss() -> None:
 ROADS = (hg.Reversible(), hg.Unrolled())
 
 
+@pytest.mark.long
 def test_training_is_a_part_like_any_other() -> None:
     """Recomputed, scanned over, under static arguments, with inputs given away: one number."""
     f = lambda rate: final(optimizer=hg.SGD(rate, 0.5))  # noqa: E731

@@ -54,6 +54,7 @@ def test_it_comes_back(rule: Any) -> None:
     assert abs(found.bits_per_parameter_step / (2 * np.log2(1 / 0.9)) - 1) < 0.05
 
 
+@pytest.mark.long
 def test_without_average_it_is_the_published_rule() -> None:
     net, least, rate, damping = dense(), 2.0**-16, 0.1, 0.05
     run = hg.train(net.loss, net.params, hg.DiagonalGGN(rate, damping, least, least), hg.full_batch(net.batch), steps=20)

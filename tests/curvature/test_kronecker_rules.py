@@ -54,6 +54,7 @@ def held(**h: Any) -> hg.KFLR:
 RULES = {"kfac": (hg.KFAC, kernels), "kflr": (hg.KFLR, dense), "kfra": (hg.KFRA, dense), "held": (held, dense)}
 
 
+@pytest.mark.long
 @some_of("name", RULES, "kflr")
 def test_hypergradients_agree_with_the_unrolled_ones(name: str) -> None:
     """And of one rule with differences."""

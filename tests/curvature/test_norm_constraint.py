@@ -81,6 +81,7 @@ def test_where_it_does_not_bind_nothing_changes() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), free, loose)
 
 
+@pytest.mark.long
 @some_of("every", [1, 4], 4)
 def test_it_comes_back(every: int) -> None:
     net = dense()
@@ -153,6 +154,7 @@ class Mean(hg.optimizers.Optimizer):
     )
 
 
+@pytest.mark.long
 def test_a_transformation_of_ones_own_reads_links_that_see_the_gradient_as_it_is() -> None:
     net = dense()
     rule = hg.clip(Blend(Mean(jnp.asarray(0.05)), jnp.asarray(0.7)), jnp.asarray(10.0))

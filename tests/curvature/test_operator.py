@@ -105,6 +105,7 @@ def test_in_factors(matrix: str) -> None:
     np.testing.assert_allclose(ravel_pytree(moved)[0], found.inverse(0.1)(jnp.ones(len(v))), rtol=1e-12)
 
 
+@pytest.mark.long
 @some_of("network", [dense, convolution], dense)
 def test_factors_of_streamed_batches_are_averages(network: Any) -> None:
     net = network()

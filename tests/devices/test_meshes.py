@@ -143,6 +143,7 @@ print("done")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "program",
     [

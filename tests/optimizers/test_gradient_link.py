@@ -50,6 +50,7 @@ def test_gradient_descent_with_a_link_is_momentum_of_that_decay() -> None:
     np.testing.assert_allclose(linked.losses, momentum.losses, rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_a_name_of_the_library_is_its_rule_with_a_link() -> None:
     one = hg.train(loss, params(), hg.Nesterov(0.1), batches(), steps=20)
@@ -104,6 +105,7 @@ def test_there_is_room_where_all_is_traced(rule: Any, steps: int) -> None:
     assert jnp.isfinite(jax.jit(jax.grad(end))(0.01))
 
 
+@pytest.mark.long
 def test_a_sign_has_no_derivative_and_a_smooth_one_has() -> None:
     end = lambda rule: hg.train(loss, params(), rule, batches(), steps=20).losses[-1]  # noqa: E731
     rules = hg.Lion(0.002), hg.Lion(0.002, temperature=0.05)

@@ -201,7 +201,7 @@ class Summed(Normed):
             Normed(),
             "Normed declares that it works entry by entry, but the increment of link `velocity` depends on what else",
         ),
-        (Summed(), "Summed declares that it works entry by entry, but the increment of link `velocity` depends"),
+        long(Summed(), "Summed declares that it works entry by entry, but the increment of link `velocity` depends"),
         (Centered(hg.SGD(0.1)), "Centered .* what it makes of a gradient depends on what else is in the leaf.*a mean over"),
     ],
     ids=lambda x: type(x).__name__,
@@ -220,6 +220,7 @@ def test_leaves_without_entries_train(rule: Any, decay: Any) -> None:
         assert run.params["none"].shape == (0, 3) and bool((run.params["w"] < 1).all())
 
 
+@pytest.mark.long
 def test_an_array_that_two_leaves_share_does_not_lie_side_by_side() -> None:
     leaf, rates = jnp.array([0.5, -0.5, 1.0]), jnp.array([0.1, 0.2, 0.3])
     loss = lambda w, _, t: sum(jnp.sum((x - jnp.sin(t)) ** 2) for x in w.values()) / 2  # noqa: E731

@@ -182,7 +182,7 @@ def evaluate(name: str, adjoint: Any) -> Any:
         return jax.tree.map(np.asarray, function(optimizer, NET.params(jnp.float64), NET.theta(jnp.float64)))
 
 
-@some_of("name", DIFFERENTIATED, "HeavyBall", "AdamW", "Change", "several")
+@some_of("name", DIFFERENTIATED, "AdamW", "several")
 def test_derivatives_by_reversal_are_those_of_the_unrolled_run(name: str) -> None:
     reversed_, unrolled = evaluate(name, hg.Reversible())[0], evaluate(name, hg.Unrolled())[0]
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(reversed_), jax.tree.leaves(unrolled), strict=True):
@@ -206,6 +206,7 @@ ADAPTIVE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @pytest.mark.parametrize(
     ("name", "kind"),

@@ -59,6 +59,7 @@ def test_a_rule_is_that_of_optax(name: str) -> None:
     assert losses[-1] < 0.95 * losses[0], "too little happens to tell rules apart"
 
 
+@pytest.mark.long
 def test_schedule_free_is_evaluated_at_the_average() -> None:
     rule = hg.ScheduleFreeAdamW(0.01, bits=16)
     run = hg.train(loss, params(), rule, batches(), steps=40)
@@ -72,6 +73,7 @@ def test_schedule_free_is_evaluated_at_the_average() -> None:
         assert x.dtype == jnp.float32
 
 
+@pytest.mark.long
 def test_adopt_goes_on_without_a_first_step() -> None:
     """Cut in two, the run is the run, but for how far gradients may go."""
     whole = hg.train(loss, params(), hg.ADOPT(0.01), batches(), steps=20)

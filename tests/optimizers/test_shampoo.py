@@ -169,6 +169,7 @@ def of_one(p: Any, _: Any, batch: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(jnp.tanh(x @ p["w"]), y).mean()
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @pytest.mark.parametrize(
     ("loss", "weights", "every"), [(of_one, one_matrix, 5), long(loss, matrices, 1), long(loss, matrices, 5)]
@@ -196,6 +197,7 @@ def test_hypergradients_are_those_of_the_unrolled_run(loss: Any, weights: Any, e
         )
 
 
+@pytest.mark.long
 def test_a_constant_preconditioner_trains_alike_and_has_another_derivative() -> None:
     end = lambda b2, kind: hg.train(  # noqa: E731
         of_one, one_matrix(), hg.Shampoo(0.05, b2=b2, preconditioner=kind), batches(), steps=10

@@ -70,6 +70,7 @@ def one_layer(w: Any, _: Any, batch: Any) -> jax.Array:
     return jnp.mean((jnp.tanh(batch[0] @ w["w1"]) - batch[1]) ** 2)
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @pytest.mark.parametrize(("error", "names"), [(one_layer, ["w1"]), long(two_layers, ["w1", "w2"])])
 def test_hypergradients_are_those_of_the_unrolled_run_and_of_differences(error: Any, names: list[str]) -> None:

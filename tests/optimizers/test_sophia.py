@@ -62,6 +62,7 @@ def test_it_is_the_published_rule(rule: Any, diagonal: Diagonal, gamma: float) -
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-8), run.state["curvature"], c)
 
 
+@pytest.mark.long
 @some_of("rule", [hg.Sophia, hg.SophiaG], hg.Sophia)
 def test_hypergradients_agree_on_three_roads(rule: Any) -> None:
     data = batches(jnp.float64)
@@ -81,6 +82,7 @@ def test_hypergradients_agree_on_three_roads(rule: Any) -> None:
         assert abs(found[name] - slope) < 1e-6 * (1 + abs(slope)), name
 
 
+@pytest.mark.long
 @some_of("rule", [hg.Sophia, hg.SophiaG], hg.SophiaG)
 def test_it_comes_back(rule: Any) -> None:
     found = hg.check_reversal(loss, params(), rule(1e-2), batches(), steps=500)

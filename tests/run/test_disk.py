@@ -41,6 +41,7 @@ def gradient(buffer: Any, between: Callable[[], None] = lambda: None, **options:
 OPTIMIZERS = {"sgd": OPTIMIZER, "adam": hg.Adam(0.01, 0.01, 0.3), "each": hg.SGD({"w": 0.1}, {"w": jnp.array([0.01, 0.6])})}
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @some_of("name", OPTIMIZERS, "adam")
 def test_the_hypergradient_is_that_of_the_device(name: str, tmp_path: pathlib.Path) -> None:
@@ -62,6 +63,7 @@ def files(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(folder.glob("words-*/*.words"))
 
 
+@pytest.mark.long
 def test_files_are_as_long_as_the_digits_and_go_when_nobody_needs_them(tmp_path: pathlib.Path) -> None:
     seen = []
 

@@ -83,13 +83,14 @@ def plain(arguments: Any) -> jax.Array:
     return sum(weights @ x**2 for x in jax.tree.leaves(found)) + NET.value(end) + losses[2]
 
 
-@some_of("name", ADJOINTS, "reversible", "off the device", "in segments")
+@some_of("name", ADJOINTS, "reversible")
 def test_it_is_that_of_a_plain_loop_with_every_derivative(name: str) -> None:
     with jax.enable_x64(True):
         found = jax.value_and_grad(functools.partial(objective, "sgd", ADJOINTS[name]))(arguments())
         assert_close(found, jax.jit(jax.value_and_grad(plain))(arguments()), 1e-9)
 
 
+@pytest.mark.long
 @some_of("kind", list(RULES)[1:], "clipped")
 def test_by_every_rule_as_unrolled(kind: str) -> None:
     with jax.enable_x64(True):
@@ -195,6 +196,7 @@ def test_an_error_in_it_says_what_it_was_given() -> None:
         train(metric=lambda w, theta, batch, state, h: jnp.sum(state["mean"]["w"]))
 
 
+@pytest.mark.long
 def test_truncated_has_those_of_the_last_steps() -> None:
     """Of the state that the last steps begin with nothing is known, as of the losses."""
     of = lambda w, theta, batch, state, hypers: jnp.sum(w["w"] ** 2)  # noqa: E731

@@ -73,7 +73,7 @@ def close(found: Any, expected: Any, tolerance: float) -> None:
         ("SGD", with_statistics),
         long("heavy ball", with_a_rule),
         long("Adam", with_statistics),
-        ("clip", with_a_rule),
+        long("clip", with_a_rule),
         long("Adam", loss),
     ],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
@@ -99,6 +99,7 @@ def normalized(x: Any) -> Any:
 normalized.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.sqrt(jnp.mean(g * g) + 1e-2),))
 
 
+@pytest.mark.long
 def test_a_rule_that_is_not_linear_in_its_cotangent() -> None:
     """Theta alone goes through it: what each part is handed on is its share of the cotangent, as in any mean."""
 
@@ -238,7 +239,6 @@ def test_what_cannot_be_cut_is_told(error: Any, call: Any, texts: Any) -> None:
     ("unit", "of"),
     list(itertools.product([1e-300, 1e-16, 1.0, 1e16, 1e300], ["validation", "theta"])),
     (1e-300, "validation"),
-    (1e-16, "theta"),
 )
 def test_derivatives_of_any_size(unit: float, of: str) -> None:
     """What is small beside something else: one leaf's cotangent, one leaf's product."""
