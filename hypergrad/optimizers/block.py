@@ -23,7 +23,7 @@ from hypergrad._isolation import only_products
 from hypergrad._placement import may_be_divided
 from hypergrad.exact import DEFERRED, DEFERRED_REFERENCE, HEADS, REFERENCE, Buffer, default_fraction_bits, known_numerator
 from hypergrad.optimizers.chain import GRADIENT, PARAMS, STATISTICS, Link, View
-from hypergrad.optimizers.expand import Field, Hypers, compute_dtype, concrete
+from hypergrad.optimizers.expand import Field, Hypers, compute_dtype, concrete, shared_value
 from hypergrad.optimizers.partition import Stack
 from hypergrad.schedules import PerStep
 
@@ -132,14 +132,6 @@ def groups(stacks: list[Stack], fields: list[list[dict[str, Field]]], leaves: li
 def keeps_shape(own: tuple[int, ...], leaves: Sequence[Any]) -> bool:
     """Whether a block that might be a vector is none: an array divided along its second axis would be on every device."""
     return len(own) == 1 and may_be_divided(leaves[own[0]])
-
-
-def shared_value(value: Any) -> Hashable:
-    """Equal for two leaves only if they have the same value, and one that says nothing of their shape."""
-    if isinstance(value, (bool, int, float)):
-        return value
-    raw, scalar = (value.values, 1) if isinstance(value, PerStep) else (value, 0)
-    return id(value) if np.ndim(raw) == scalar else object()
 
 
 def block(

@@ -3,6 +3,7 @@
 Invariant: a prepared array has shape [steps | 1, 1.. | block's shape], and every decay among them is an exact n/d.
 """
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -40,21 +41,41 @@ def fields_of(layer: Layer, params: Any, weights: dict[str, Any]) -> dict[str, F
 
 
 def expand(
-    stack: Stack, fields: list[dict[str, Field]], leaf: int, path: str, like: Array, steps: int, flat: bool
+    stack: Stack,
+    fields: list[dict[str, Field]],
+    leaf: int,
+    path: str,
+    like: Array,
+    steps: int,
+    flat: bool,
+    made: dict[Hashable, Array],
 ) -> Hypers:
     """The hyperparameters of a block whose first leaf this is, step axis first: {key: float [steps | 1, 1.. | its shape]}.
 
-    Raises with the field, the leaf's path and both shapes where one does not fit.
+    made: for all blocks, so that one value for many of them is one array. Raises with the field, the leaf's path and both
+    shapes where one does not fit.
     """
     decays = {link.decay: link for link in stack.chain if link.decay}
     expanded = {}
     for layer, own in zip(stack.layers, fields, strict=True):
         for key, field in own.items():
-            link = decays.get(key) if layer.is_rule else None
-            x = _with_step_axis(f"{field.name} for params{path}", field.values[leaf], like, steps, link)
-            x = x.reshape(x.shape[0], -1) if flat else x
-            expanded[key] = ratio(link, x) if link else x
+            value, link = field.values[leaf], decays.get(key) if layer.is_rule else None
+            form = compute_dtype(like), None if flat else like.ndim, link and (link.denominator, link.may_be_one)
+            name = type(value), shared_value(value), *form
+            if name not in made:
+                x = _with_step_axis(f"{field.name} for params{path}", value, like, steps, link)
+                x = x.reshape(x.shape[0], -1) if flat else x
+                made[name] = ratio(link, x) if link else x
+            expanded[key] = made[name]
     return expanded
+
+
+def shared_value(value: Any) -> Hashable:
+    """Equal for two leaves only if they have the same value, and one that says nothing of their shape."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    raw, scalar = (value.values, 1) if isinstance(value, PerStep) else (value, 0)
+    return id(value) if np.ndim(raw) == scalar else object()
 
 
 def prepared(stack: Stack, fields: Hypers, steps: int) -> tuple[Hypers, frozenset[str]]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from hypergrad.optimizers.block import Block, Floats, block, groups, keeps_shape, known_lost, most_lost, shared_value
+from hypergrad.optimizers.block import Block, Floats, block, groups, keeps_shape, known_lost, most_lost
 from hypergrad.optimizers.chain import STATISTICS, Optimizer, check_invertible
 from hypergrad.optimizers.expand import (
     Field,
@@ -22,6 +22,7 @@ from hypergrad.optimizers.expand import (
     prepared,
     prepared_statistics,
     ratio,
+    shared_value,
 )
 from hypergrad.optimizers.initial import initial_values
 from hypergrad.optimizers.partition import Layer, Stack, layers_of, stacks_of
@@ -63,11 +64,16 @@ def lay_out(
     values = initial_values(stacks, layers, lying, params, state, side_by_side)
     blocks, h, alike, per_step = [], [], [], []
     made: dict[Hashable, Array] = {}
+    of_rules: dict[Hashable, tuple[Hypers, frozenset[str]]] = {}
+    rows: dict[Hashable, Array] = {}
     for own, start, flat in zip(lying, values, in_vectors, strict=True):
         first, stack = own[0], stacks[own[0]]
         path = jax.tree_util.keystr(paths[first])
-        expanded = expand(stack, of_leaf[first], first, path, leaves[first], steps, flat)
-        hj, given = prepared(stack, expanded, steps)
+        expanded = expand(stack, of_leaf[first], first, path, leaves[first], steps, flat, made)
+        name = tuple(layer.path for layer in stack.layers), *((key, id(x)) for key, x in expanded.items())
+        if name not in of_rules:
+            of_rules[name] = prepared(stack, expanded, steps)
+        hj, given = of_rules[name]
         if state is not None:
             hj = stack.rule.optimizer.begin(hj, start)
         decays = [(x, of_leaf[first][-1][x.decay].values[first] if x.decay in given else None) for x in stack.chain]
@@ -81,7 +87,7 @@ def lay_out(
         alike.append(_decays_alike(stack, of_leaf[first], first, given, blocks[-1]))
         kept = {key for key, x in hj.items() if x is expanded.get(key)}
         per_step.append(
-            {key: x for key, x in _per_step(stack, of_leaf[first], first, blocks[-1], made).items() if key in kept}
+            {key: x for key, x in _per_step(stack, of_leaf[first], first, blocks[-1], rows).items() if key in kept}
         )
     names = [{key: field.name for key, field in own[-1].items()} for own in of_leaf]
     return LaidOut(blocks, values, h, alike, per_step, _transforms(layers, blocks), layers, names)

@@ -82,6 +82,33 @@ def test_small_leaves_of_the_same_hyperparameters_are_side_by_side(optimizer: Op
     assert groups_of(optimizer, WEIGHTS) == groups
 
 
+def test_what_blocks_have_in_common_is_prepared_once() -> None:
+    params = {name: jnp.ones(16, dtype) for name, dtype in [("a", "float32"), ("b", "float32"), ("c", "float16")]}
+    asked = []
+
+    class Counted(hg.Adam):
+        entrywise = False
+
+        def prepare(self, h: Any, steps: int) -> Any:
+            asked.append(h)
+            return super().prepare(h, steps)
+
+    def h_of(rate: Any) -> list[Any]:
+        asked.clear()
+        return lay_out(Counted(rate, hg.PerStep(jnp.full(STEPS, 0.5))), params, STEPS, None, None, unbounded=False).h
+
+    a, b, c = h_of(jnp.float32(0.1))
+    assert len(asked) == 1 and all(a[key] is x for own in (b, c) for key, x in own.items())
+    a, b, _ = h_of({"a": 0.1, "b": 0.2, "c": 0.1})
+    assert len(asked) == 2 and a["learning_rate"] is not b["learning_rate"] and a["b1"] is b["b1"]
+    with jax.enable_x64(True):
+        params["b"] = jnp.ones(16, "float64")
+        a, b, _ = h_of(0.1)
+        assert len(asked) == 2 and (a["b1"].dtype, b["b1"].dtype) == (jnp.float32, jnp.float64)
+    params |= {"a": jnp.ones((4, 4)), "b": jnp.ones(16)}
+    assert [own["b1"].ndim for own in h_of(0.1)][:2] == [3, 2]
+
+
 def test_a_rule_that_may_look_at_shapes_sees_them() -> None:
     leaves = jax.tree.leaves(WEIGHTS)
     assert [block.shape for block in blocks_of(Separate(0.1), WEIGHTS)] == [x.shape for x in leaves]
