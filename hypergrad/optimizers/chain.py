@@ -90,7 +90,8 @@ class Optimizer(eqx.Module):
         return {field.name: getattr(self, field.name) for field in own}
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
-        """Hyperparameters of one leaf -> what its increments read as `h`; runs once, under ordinary autodiff.
+        """Hyperparameters of one leaf -> what its increments read as `h`; runs once for all leaves that have the same, under
+        ordinary autodiff.
 
         Every array has a leading step axis of length `steps`, or 1 where it is constant, and broadcasts against
         [steps, *leaf shape]. Decays come as the exact n/d.
