@@ -39,6 +39,15 @@ def test_momentum_under_an_eager_gradient(momentum):
         jax.grad(lambda m: final(optimizer=hg.SGD(0.1, m)))(momentum)
 
 
+@pytest.mark.parametrize("momenta", [(0.9, 1.5), (1.5, 0.9), (float("nan"), 1.5)])
+def test_of_several_decays_the_first_that_is_out_of_range_is_named(momenta):
+    leaf = "b" if momenta[0] == 0.9 else "a"
+    params, square = {"a": jnp.ones(2), "b": jnp.ones(2)}, lambda p, *_: sum(jnp.sum(x**2) for x in p.values())
+    rule = lambda x: hg.SGD(0.1, {"a": x[0], "b": x[1]})  # noqa: E731
+    with fails_compiled(hg.RangeError, f"params['{leaf}']", f"got {max(momenta) if leaf == 'b' else momenta[0]}"):
+        jax.jit(lambda x: train(loss=square, params=params, optimizer=rule(x)).params)(jnp.array(momenta))
+
+
 def test_per_step_momentum_under_jit_names_the_step():
     with fails_compiled(hg.RangeError, "momentum", "params['w']", "must be in (0, 1); got", "0.0 at step 1"):
         jax.jit(lambda m: trained_with(hg.PerStep(m)))(jnp.array([0.5, 0.0, 0.5]))
@@ -280,22 +289,3 @@ def test_differentiating_reversible_twice(second):
 def test_unrolled_is_the_cure_for_second_derivatives():
     curvature = jax.grad(jax.grad(lambda rate: final_at_rate(rate, hg.Unrolled())))(0.1)
     assert np.isfinite(curvature) and curvature != 0
-
-
-@pytest.mark.parametrize("theta", [None, {}])
-@pytest.mark.parametrize("adjoint", [hg.Reversible(), hg.Unrolled(), hg.Checkpointed()])
-def test_one_step_of_one_scalar_without_theta_simply_works(theta, adjoint):
-    def f(w, rate):
-        square = lambda params, theta, batch: params**2  # noqa: E731
-        return train(loss=square, params=w, optimizer=hg.SGD(rate, 0.5), steps=1, theta=theta, adjoint=adjoint).params
-
-    # v = -(1 - 0.5) 2 w, w' = w + rate v = w (1 - rate).
-    value, grads = jax.value_and_grad(f, argnums=(0, 1))(3.0, 0.1)
-    np.testing.assert_allclose([value, *grads], [2.7, 0.9, -3.0], rtol=1e-6)
-
-
-def test_numpy_params_simply_work():
-    # NumPy's default is float64; without x64 JAX takes it as float32, and so do we, without a warning.
-    trained = train(params={"w": np.array([1.0, -2.0])})
-    assert trained.params["w"].dtype == jnp.float32
-    np.testing.assert_array_equal(trained.params["w"], train().params["w"])
