@@ -97,8 +97,10 @@ def surface(status: Status, throw: bool, norms: Norms | None = None) -> Array:
     """
     norms = norms or {}
     ledger, throw = current_ledger(), throw and not probing()
-    status = jax.lax.stop_gradient(status)  # where JAX differentiates known values, they are known again
-    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(status)):
+    traced = lambda status: any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(status))  # noqa: E731
+    if traced(status):
+        status = jax.lax.stop_gradient(status)  # where JAX differentiates known values, they are known again
+    if not traced(status):
         if ledger is not None:
             ledger.record(status, throw, norms)
         if throw and int((worst := status.worst()).code) != OK:

@@ -30,7 +30,7 @@ from hypergrad.optimizers.lay_out import LaidOut, common, lay_out, shared, with_
 from hypergrad.optimizers.partition import Layer
 from hypergrad.optimizers.statistics import Statistics
 from hypergrad.run.functions import Functions
-from hypergrad.run.per_step import one_step
+from hypergrad.run.per_step import like_one_step
 from hypergrad.run.spec import Inputs, Labels, Run
 
 
@@ -51,7 +51,7 @@ def set_up(problem: Problem, adjoint: Adjoint = Reversible(), throw: bool = True
     traced = _traced(problem)
     out = _laid_out(problem, adjoint)
     h = [{**own, **flat} for own, flat in zip(out.h, out.per_step, strict=True)]
-    of_one_step = jax.eval_shape(lambda h: one_step(h, steps), h)
+    of_one_step = like_one_step(h)
     statistics_tree = None if means is None else jax.tree.structure(means.values)
     seen = _statistics_like(statistics_tree, out.values)
     if traced.functions.signals is not None:

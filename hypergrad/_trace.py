@@ -27,7 +27,7 @@ from hypergrad._programs import Program
 from hypergrad._signals import check_signal
 from hypergrad._source import source_of, split_arrays
 from hypergrad.optimizers.block import Floats
-from hypergrad.optimizers.chain import STATISTICS
+from hypergrad.optimizers.chain import STATISTICS, foreign
 from hypergrad.optimizers.expand import Hypers
 from hypergrad.run.functions import Frozen, Functions, Signals
 from hypergrad.run.reads import StepTheta, reads_of
@@ -176,13 +176,13 @@ def with_foreign(run: Run, values: list[Floats], h: list[Hypers], statistics: An
     wide = [jax.ShapeDtypeStruct(block.shape, block.dtype) for block in run.of_parameters]
     for block, own, hj in zip(run.of_parameters, values, h, strict=False):
         for link in block.chain:
-            if link.increment is not None and _foreign(link.increment):
+            if link.increment is not None and foreign(link.increment):
                 others = {name: x for name, x in own.items() if name != link.name}
                 others |= {STATISTICS: statistics} if run.statistics else {}
                 one = functools.partial(block.increment, link)
                 note(f"the increment of link `{link.name}`", one, link.increment, hj, others, block.seen(link, own))
     for transform in run.transforms:
-        if _foreign(transform.function):
+        if foreign(transform.function):
             links = [
                 {name: jax.ShapeDtypeStruct(x.shape, block.dtype) for name, x in own.items()}
                 for block, own in zip(run.of_parameters, values, strict=False)
@@ -190,10 +190,6 @@ def with_foreign(run: Run, values: list[Floats], h: list[Hypers], statistics: An
             arguments = h[: len(wide)], wide, wide, links
             note(f"the transformation {transform.name}", transform.__call__, transform.function, *arguments)
     return dataclasses.replace(run, foreign=tuple(found) or None, collective=collective)
-
-
-def _foreign(function: Any) -> bool:
-    return not str(getattr(function, "__module__", "")).startswith("hypergrad.")
 
 
 def rules_of(loss: Any, program: Program, constants: list[Any], arguments: Any) -> Hashable:

@@ -7,6 +7,7 @@ What costs by the piece (a kernel, its compilation, a schedule) costs once for l
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from hypergrad._cpu_kernels import carefully
 from hypergrad._isolation import only_products
 from hypergrad._placement import may_be_divided
 from hypergrad.exact import DEFERRED, DEFERRED_REFERENCE, HEADS, REFERENCE, Buffer, default_fraction_bits, known_numerator
-from hypergrad.optimizers.chain import GRADIENT, PARAMS, STATISTICS, Link, View
+from hypergrad.optimizers.chain import GRADIENT, PARAMS, STATISTICS, Link, View, foreign
 from hypergrad.optimizers.expand import Field, Hypers, compute_dtype, concrete, shared_value
 from hypergrad.optimizers.partition import Stack
 from hypergrad.schedules import PerStep
@@ -67,6 +68,11 @@ class Block:
     def of_parameters(self) -> bool:
         return self.chain[-1].name == PARAMS
 
+    def moved(self) -> "Block":
+        """What its increments are traced with: equal for blocks that differ in where they lie and what they lose."""
+        nothing: Any = {"leaves": (), "shapes": (self.shape,), "flat": False, "fraction_bits": (), "buffers": ()}
+        return dataclasses.replace(self, **nothing, known=(), most=(), isolated=(), reads=())
+
     def join(self, leaves: list[Any]) -> Any:
         """All leaves of the tree -> the block's own as one array."""
         return self.joined([leaves[i] for i in self.leaves])
@@ -76,11 +82,7 @@ class Block:
 
     def split(self, array: Array) -> list[Array]:
         """The inverse of `joined`, and of what is computed entry by entry from what it made."""
-        if not self.flat:
-            return [array]
-        sizes = list(map(math.prod, self.shapes))
-        parts = [array] if len(sizes) == 1 else jax.lax.split(array, sizes)  # the transpose of a concatenation
-        return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return split_vector(array, self.shapes) if self.flat else [array]
 
     @property
     def ends(self) -> np.ndarray:
@@ -114,6 +116,14 @@ class Block:
         buffer = self.buffers[self.chain.index(link)]
         assert buffer is not None, "of a link that decays"
         return buffer
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def split_vector(x: Array, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
+    """Arrays that lie in a vector, one after the other."""
+    sizes = list(map(math.prod, shapes))
+    parts = [x] if len(sizes) == 1 else jax.lax.split(x, sizes)  # the transpose of a concatenation
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def groups(stacks: list[Stack], fields: list[list[dict[str, Field]]], leaves: list[Array]) -> list[tuple[int, ...]]:
@@ -167,30 +177,33 @@ def block(
 
 def decided(blocks: list[Block], h: list[Hypers], values: list[Floats], statistics: Any) -> tuple[Block, ...]:
     """The blocks with what their increments read, and which are isolated. h: of one step; values: of their links;
-    statistics: as a rule reads them, None where there are none. Equal blocks are traced once."""
-    found: dict[Hashable, tuple[Any, Any]] = {}
+    statistics: as a rule reads them, None where there are none. Equal blocks are traced once, and those that the library
+    alone moves once in a process."""
+    once = functools.cache(_decided)
     result = []
     for block, hj, own in zip(blocks, h, values, strict=True):
         like = {name: jax.ShapeDtypeStruct(x.shape, block.dtype) for name, x in own.items()}
         if block.of_parameters and statistics is not None:
             like[STATISTICS] = statistics
-        arrays: list[tuple[str, Any]] = sorted(hj.items()) + sorted((n, x) for n, x in like.items() if n != STATISTICS)
-        avals = tuple((name, x.shape, x.dtype) for name, x in arrays)
-        key = (block.chain, block.shape, block.dtype, avals)
-        if key not in found:
-            found[key] = _decided(block, hj, like)
-        isolated, reads = found[key]
+        ours = not any(foreign(link.increment) for link in block.chain if link.increment)
+        arrays, tree = jax.tree.flatten((hj, like))
+        isolated, reads = (_remembered if ours else once)(block.moved(), tuple(arrays), tree, jnp.result_type(float))
         result.append(dataclasses.replace(block, isolated=isolated, reads=reads))
     return tuple(result)
 
 
-def _decided(block: Block, h: Hypers, values: Floats) -> tuple[tuple[bool, ...], tuple[frozenset[str], ...]]:
+def _decided(
+    block: Block, arrays: tuple[jax.ShapeDtypeStruct, ...], tree: Any, _default: np.dtype
+) -> tuple[tuple[bool, ...], tuple[frozenset[str], ...]]:
     """Of each link, whether its increments are isolated, and what they read.
+
+    tree: of (h, values). _default: the dtype of Python's floats, which a trace depends on as well.
 
     Nothing but products is rounded alike wherever it stands; all else is isolated. In float64 all is: no rounding to float32
     parts an increment from the unit of its link, and XLA multiplies the constants of a product among themselves, which are
     other ones in another program.
     """
+    h, values = jax.tree.unflatten(tree, arrays)
     isolated: list[bool] = []
     reads: list[frozenset[str]] = []
     for link in block.chain:
@@ -206,6 +219,9 @@ def _decided(block: Block, h: Hypers, values: Floats) -> tuple[tuple[bool, ...],
         inputs = program.invars[of_h : of_h + len(names)]
         reads.append(frozenset(name for name, x in zip(names, inputs, strict=True) if id(x) in used))
     return tuple(isolated), tuple(reads)
+
+
+_remembered = functools.lru_cache(256)(_decided)
 
 
 def _buffer(rho: Any, unbounded: bool) -> Buffer:

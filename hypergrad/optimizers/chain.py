@@ -44,6 +44,11 @@ class Link(NamedTuple):
 Signal = Callable[[Callable[..., Any], Any, Any, Any, Array], Any]
 
 
+def foreign(function: Any) -> bool:
+    """Whether a function of a rule is not the library's: it may compute something else at the next call."""
+    return not str(getattr(function, "__module__", "")).startswith("hypergrad.")
+
+
 class View:
     """Values by attribute, as an increment reads them; what it may not read is an error that says why."""
 

@@ -196,15 +196,15 @@ def _with_step_axis(where: str, value: Any, leaf: Array, steps: int, link: Link 
     if isinstance(value, PerStep):
         if x.ndim == 0 or x.shape[0] != steps:
             raise ValueError(f"{where} is hg.PerStep of shape {x.shape}; its leading axis must be steps={steps}.")
-        rest = x.shape[1:]
+        count, rest = steps, x.shape[1:]
     else:
-        x, rest = x[None], x.shape
+        count, rest = 1, x.shape
     if rest not in ((), leaf.shape):
         hint = " Wrap it in hg.PerStep if its leading axis is the step." if rest[:1] == (steps,) else ""
         raise ValueError(
             f"{where} has shape {rest}; each leaf must be a scalar or have the {owner}'s own shape {leaf.shape}.{hint}"
         )
-    return x.reshape(x.shape[0], *(rest or (1,) * leaf.ndim))
+    return x.reshape(count, *(rest or (1,) * leaf.ndim))
 
 
 def _check_decay(where: str, value: np.ndarray, link: Link, *, per_step: bool) -> None:

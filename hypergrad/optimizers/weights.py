@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad._programs import owned
-from hypergrad.optimizers.expand import per_step_leaves, ratio
+from hypergrad.exact import to_ratio
+from hypergrad.optimizers.chain import Link
+from hypergrad.optimizers.expand import per_step_leaves
 from hypergrad.optimizers.partition import Layer
 from hypergrad.schedules import PerStep
 
@@ -61,12 +63,16 @@ def _after(layer: Layer, decay: str, before: Any, steps: int) -> Any:
     return jax.tree.map(functools.partial(_weight, link, steps), rho, before, is_leaf=is_leaf)
 
 
-def _weight(link: Any, steps: int, rho: Any, before: Any) -> Array | None:
-    """before + (1 - before) (1 - the product of rho over the steps)."""
+def _weight(link: Link, steps: int, rho: Any, before: Any) -> Array | None:
     if rho is None:
         return None
     per_step = isinstance(rho, PerStep)
-    x = owned(rho.values if per_step else rho)
-    x = ratio(link, x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+    return _whole_weight(owned(rho.values if per_step else rho), before, link.denominator, link.may_be_one, steps, per_step)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=True)
+def _whole_weight(rho: Array, before: Any, denominator: int, may_be_one: bool, steps: int, per_step: bool) -> Array:
+    """before + (1 - before) (1 - the product of rho over the steps)."""
+    x = to_ratio(rho.astype(jnp.promote_types(rho.dtype, jnp.float32)), denominator, may_be_one)
     product = jnp.prod(x[:steps], axis=0) if per_step else x**steps
     return before + (1 - before) * (1 - product)

@@ -3,6 +3,7 @@
 Invariant: `join_steps` puts together what `split_steps` took apart, at each step.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -20,10 +21,10 @@ def split_steps(h: list[Hypers], steps: int) -> tuple[list[Hypers], list[Hypers]
     return constant, stepped
 
 
-def one_step(h: list[Hypers], steps: int) -> list[Hypers]:
-    """The hyperparameters of the first step."""
-    constant, stepped = split_steps(h, steps)
-    return join_steps(constant, jax.tree.map(lambda x: x[0], stepped))
+def like_one_step(h: list[Hypers]) -> list[dict[str, Any]]:
+    """The hyperparameters of one step, as `ShapeDtypeStruct`s."""
+    shape = lambda x: () if math.prod(x.shape[1:]) == 1 else x.shape[1:]  # noqa: E731
+    return [{key: jax.ShapeDtypeStruct(shape(x), x.dtype) for key, x in own.items()} for own in h]
 
 
 def split(run: Run, h: list[Hypers]) -> tuple[list[Hypers], list[Hypers]]:

@@ -11,9 +11,9 @@ from covering import long
 import hypergrad as hg
 from hypergrad._isolation import only_products
 from hypergrad.optimizers import Link, Optimizer
-from hypergrad.optimizers.block import decided
+from hypergrad.optimizers.block import _remembered, decided
 from hypergrad.optimizers.lay_out import lay_out
-from hypergrad.run.per_step import one_step
+from hypergrad.run.per_step import like_one_step, split_steps
 
 
 def program(function: Callable[..., Any]) -> Any:
@@ -92,7 +92,7 @@ class Scalar(Both):
 
 def isolated(optimizer: Optimizer, dtype: Any) -> tuple[bool, ...]:
     out = lay_out(optimizer, jnp.ones((3, 4), dtype), 5, None, None, unbounded=False)
-    (block,) = decided(out.blocks, one_step(out.h, 5), out.values, None)
+    (block,) = decided(out.blocks, like_one_step(out.h), out.values, None)
     return block.isolated
 
 
@@ -132,5 +132,39 @@ def test_either_way_comes_back(optimizer: Optimizer) -> None:
 def test_blocks_of_other_hyperparameters_are_decided_apart() -> None:
     w = {"a": jnp.ones((3, 4)), "b": jnp.ones((3, 4))}
     out = lay_out(Scalar(eps={"a": 0.01, "b": jnp.full((3, 4), 0.01)}), w, 5, None, None, unbounded=False)
-    blocks = decided(out.blocks, one_step(out.h, 5), out.values, None)
+    blocks = decided(out.blocks, like_one_step(out.h), out.values, None)
     assert [block.isolated for block in blocks] == [(False, False), (False, True)]
+
+
+def test_increments_of_the_library_are_read_once() -> None:
+    """What is not the library's may compute something else at the next call; two float types are two programs."""
+    sums, w = False, jnp.ones((3, 4))
+
+    def update(h: Any, z: Any) -> jax.Array:
+        asked.append(z)
+        return h.learning_rate * (z.velocity + z.velocity if sums else z.velocity)
+
+    class Own(Both):
+        chain = (Both.chain[0], Link("params", update))
+
+    asked: list[Any] = []
+    before = _remembered.cache_info().misses
+    assert isolated(Own(), w.dtype) == (False, False) and len(asked) == 1
+    sums = True
+    assert isolated(Own(), w.dtype) == (False, True) and len(asked) == 2
+    assert _remembered.cache_info().misses == before
+    for _ in range(2):
+        assert isolated(hg.HeavyBall(0.123), jnp.float16) == (False, False)
+        with jax.enable_x64(True):
+            assert isolated(hg.HeavyBall(0.123), jnp.float16) == (False, False)
+            assert isolated(hg.HeavyBall(0.123), jnp.float64) == (True, True)
+    assert _remembered.cache_info().misses == before + 3
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_hyperparameters_of_one_step_are_known_without_a_trace(steps: int) -> None:
+    shapes = [(1,), (steps,), (1, 3, 4), (steps, 3, 4), (1, 1), (steps, 1), (steps, 1, 1), (1, 0), (steps, 0, 2)]
+    h = [{str(i): jnp.ones(shape, "float16" if i % 2 else "float32") for i, shape in enumerate(shapes)}]
+    constant, stepped = jax.eval_shape(lambda h: split_steps(h, steps), h)
+    first = jax.eval_shape(lambda stepped: jax.tree.map(lambda x: x[0], stepped), stepped)
+    assert like_one_step(h) == [{**constant[0], **first[0]}]
