@@ -32,7 +32,15 @@ from hypergrad.adjoints.second_order import (
     pulled_signals,
     pulled_statistics,
 )
-from hypergrad.adjoints.undo import add_parameters, add_values, delayed_links, undo_others, undo_parameters, undo_statistics
+from hypergrad.adjoints.undo import (
+    add_parameters,
+    add_values,
+    delayed_links,
+    once_read,
+    undo_others,
+    undo_parameters,
+    undo_statistics,
+)
 from hypergrad.exact import all_of
 from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import GRADIENT, PARAMS, Link
@@ -127,6 +135,7 @@ def step_vjp(run: Run, pass_: Pass, t: Array, state: State, ct: Cotangents, give
     if run.linear:
         u = _linear_cotangent(run, state, ct, h, wide_w)
         found, second = second_order(u, push=statistics_cotangent(run, state, ct.z, h))
+        state, ct = once_read(run, t, state, ct)
     (value, g, seen), doubt = _gradient(run, pass_, t, point, found, doubt)
     more = run.more_signals(t, *point)
     raw = run.signals(g, seen, more)

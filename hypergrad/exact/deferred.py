@@ -86,7 +86,8 @@ class Deferred(Buffer):
         """By the scale, and once that has fallen far enough: i = i 2^16 + z mod 2^16, z = z div 2^16."""
         z, word = value.split(WORD_BITS)
         digits = _put(digits, word.astype(jnp.uint16), entry)
-        return digits, z.where(entry.spills, value)._replace(scale=entry.after)
+        z = z.where(entry.spills, value)._replace(scale=entry.after)
+        return digits, z._replace(high=_after(digits, z.high, entry))
 
     def divide_by(self, digits: Words, value: Fixed, n: Any, denominator: int, entry: DeferredEntry) -> tuple[Words, Fixed]:
         """The inverse of `multiply_by`: z = z 2^16 + i mod 2^16, i = i div 2^16."""
@@ -135,6 +136,13 @@ def _put(digits: Words, word: Array, entry: DeferredEntry) -> Words:
         return digits
     word = jnp.where(entry.spills, word, _top(digits, entry))
     return Words(jax.lax.dynamic_update_index_in_dim(digits.stack, word, entry.slot, 0))
+
+
+def _after(digits: Words, z: Array, entry: DeferredEntry) -> Array:
+    """z, made when the word has been put: then z may overwrite what the word is made of. XLA copied that otherwise."""
+    if digits.stack is None or not digits.stack.size:
+        return z
+    return jnp.where(entry.slot >= 0, z, digits.stack.reshape(-1)[0].astype(z.dtype))
 
 
 def _top(digits: Words, entry: DeferredEntry) -> Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad._isolation import behind_branch
+from hypergrad._isolation import behind_branch, unseen
 from hypergrad.exact import LOW_BITS, WORD_BITS
 from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import GRADIENT, PARAMS, Link
@@ -46,7 +46,8 @@ def underflow(
     constant, stepped = split_steps(h, run.steps)
     middle = join_steps(constant, jax.tree.map(lambda x: x[run.steps // 2], stepped))
     last = [seen_outside(b, b.chain[-1], end[j]) for j, b in enumerate(run.of_parameters)]
-    start = [values[j][PARAMS] for j in run.parameters]
+    taken = unseen()  # what a program begins with may be constants: XLA took seconds to find the largest of a million
+    start = [jnp.where(taken, values[j][PARAMS], 0) for j in run.parameters]
     first, moved = largest(start), largest([a - b for a, b in zip(last, start, strict=True)])
     updates: list[Any] = []
     which: list[tuple[int, int]] = []  # (block, place)
