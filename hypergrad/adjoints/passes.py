@@ -156,6 +156,7 @@ def run_backward(run: Run, wanted: Wanted, *arguments: Any, again: Capacity | No
     with own_settings():
         if not _known(arguments):
             return once(batched_apart(_backward_traced, forward=False))(run, (wanted, again), *arguments)
+        run = dataclasses.replace(run, asked=None)  # a program of its own gives them all
         if not run.from_python:
             return retry.known(run, lambda run: programs.call(_backward_pass, (run, wanted), *arguments))
         return retry.known(run, lambda run: _backward_pass(run, wanted, *arguments))

@@ -153,6 +153,7 @@ class _Known(eqx.Module):
     """What is known when the forward pass is built."""
 
     theta: tuple[bool, ...] = eqx.field(static=True)  # which leaves somebody differentiates
+    h: tuple[frozenset[str], ...] = eqx.field(static=True)  # of each block, the hyperparameters
     again: Capacity | None = eqx.field(static=True)  # of the buffers, where Python trains
     first: int = eqx.field(static=True)  # how the run was cut
     segments: tuple[int, ...] = eqx.field(static=True)
@@ -180,7 +181,8 @@ def _run_fwd(run: Run, room: Room, *inputs: Any) -> tuple[Outcome, Residuals]:
     if run.throw and concrete(outcome.status) and not outcome.status.ok:
         raise outcome.status.error()  # here it is known; outside, an eager jax.grad makes a tracer of it
     again = words if from_python else None
-    known = _Known(tuple(map(bool, perturbed.theta)), again, run.first, run.segments, run.every)
+    of_h = tuple(frozenset(name for name, asked in own.items() if asked) for own in perturbed.h)
+    known = _Known(tuple(map(bool, perturbed.theta)), of_h, again, run.first, run.segments, run.every)
     return outcome, Residuals(arrays, ends, Seen(outcome.losses, batches), outcome.status, known)
 
 
@@ -191,7 +193,7 @@ def _run_bwd(run: Run, room: Room, residuals: Residuals, ct: Outcome) -> tuple[A
     pushed = Pushed(None if _is_zero(ct.losses) else ct.losses, dmetrics)
     followed = not all(_is_zero(x) for j in run.statistics for x in ct.values[j].values())
     known, wanted = residuals.known, Wanted(residuals.known.theta, followed)
-    run = dataclasses.replace(run, first=known.first, segments=known.segments, every=known.every)
+    run = dataclasses.replace(run, first=known.first, segments=known.segments, every=known.every, asked=known.h)
     back = run_backward(run, wanted, inputs, residuals.ends, residuals.seen, dvalues, pushed, again=known.again)
     status = _certificate(run, residuals.status, back, _faint([dvalues[j][PARAMS] for j in run.parameters]))
     if run.watch == "norms":

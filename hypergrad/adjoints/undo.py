@@ -34,10 +34,11 @@ def once_read(run: Run, t: Array, state: State, ct: Cotangents) -> tuple[State, 
     """What a linear rule overwrites next, when the cotangents of its hyperparameters have been made of it.
 
     XLA copied the velocity and the parameters' cotangent at every step, as nothing said which comes first. Rules that are
-    not linear have stored what they read, and took longer.
+    not linear have stored what they read, and took longer. What nobody asks for is not waited for: it is not computed.
     """
     for j in run.parameters:
-        of_h = list(ct.h[j].values())
+        asked = ct.h[j] if run.asked is None else run.asked[j]
+        of_h = [x for name, x in ct.h[j].items() if name in asked and x.size == 1]
         for link in run.blocks[j].chain[:-1]:
             slot = state[j][link.name]
             value = slot.value._replace(high=wanting(t, slot.value.high, of_h))

@@ -140,9 +140,9 @@ def _put(digits: Words, word: Array, entry: DeferredEntry) -> Words:
 
 def _after(digits: Words, z: Array, entry: DeferredEntry) -> Array:
     """z, made when the word has been put: then z may overwrite what the word is made of. XLA copied that otherwise."""
-    if digits.stack is None or not digits.stack.size:
+    if digits.stack is None or not digits.stack.shape[0]:
         return z
-    return jnp.where(entry.slot >= 0, z, digits.stack.reshape(-1)[0].astype(z.dtype))
+    return jnp.where(entry.slot >= 0, z, digits.stack[0].astype(z.dtype))
 
 
 def _top(digits: Words, entry: DeferredEntry) -> Array:

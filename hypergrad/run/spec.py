@@ -72,6 +72,7 @@ class Run(InSegments):
     progress: drivers.Progress | None = None  # told by host drivers how far they are
     store: Store | None = None  # where the words of a segment go while others are on; None: nowhere
     traced: bool = False  # whether somebody builds a program of it, which then goes from segment to segment by itself
+    asked: tuple[frozenset[str], ...] | None = None  # of each block, the hyperparameters that are differentiated; None: all
     retries: bool = False  # whether a reverse pass that fails is tried again with gradients apart
     first: int = 0  # the step that the last segment begins with: that whose words are kept
     segments: tuple[int, ...] = ()  # how what comes before is cut: so many, of so many each, ...; (): it is not undone
