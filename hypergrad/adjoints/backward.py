@@ -135,7 +135,7 @@ def step_vjp(run: Run, pass_: Pass, t: Array, state: State, ct: Cotangents, give
     if run.linear:
         u = _linear_cotangent(run, state, ct, h, wide_w)
         found, second = second_order(u, push=statistics_cotangent(run, state, ct.z, h))
-        state, ct = once_read(run, t, state, ct)
+    state, ct = once_read(run, t, state, ct)
     (value, g, seen), doubt = _gradient(run, pass_, t, point, found, doubt)
     more = run.more_signals(t, *point)
     raw = run.signals(g, seen, more)

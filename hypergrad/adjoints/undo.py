@@ -31,15 +31,15 @@ def undo_parameters(
 
 
 def once_read(run: Run, t: Array, state: State, ct: Cotangents) -> tuple[State, Cotangents]:
-    """What a linear rule overwrites next, when the cotangents of its hyperparameters have been made of it.
+    """What is overwritten next, when the cotangents of hyperparameters have been made of it.
 
-    XLA copied the velocity and the parameters' cotangent at every step, as nothing said which comes first. Rules that are
-    not linear have stored what they read, and took longer. What nobody asks for is not waited for: it is not computed.
+    XLA copied the velocity and the parameters' cotangent at every step, as nothing said which comes first. Of links that
+    are isolated it has stored what they hold. What nobody asks for is not waited for: it is not computed.
     """
     for j in run.parameters:
         asked = ct.h[j] if run.asked is None else run.asked[j]
         of_h = [x for name, x in ct.h[j].items() if name in asked and x.size == 1]
-        for link in run.blocks[j].chain[:-1]:
+        for link in run.blocks[j].chain[:-1] if run.linear else ():
             slot = state[j][link.name]
             value = slot.value._replace(high=wanting(t, slot.value.high, of_h))
             state = replaced(state, j, {link.name: slot._replace(value=value)})

@@ -87,12 +87,15 @@ class Deferred(Buffer):
         z, word = value.split(WORD_BITS)
         digits = _put(digits, word.astype(jnp.uint16), entry)
         z = z.where(entry.spills, value)._replace(scale=entry.after)
-        return digits, z._replace(high=_after(digits, z.high, entry))
+        if digits.stack is not None and digits.stack.shape[0]:
+            z = z._replace(high=_after(entry, z.high, digits.stack[0]))
+        return digits, z
 
     def divide_by(self, digits: Words, value: Fixed, n: Any, denominator: int, entry: DeferredEntry) -> tuple[Words, Fixed]:
         """The inverse of `multiply_by`: z = z 2^16 + i mod 2^16, i = i div 2^16."""
         z = value.join(_top(digits, entry).astype(jnp.int64), WORD_BITS)
-        return digits, z.where(entry.spills, value)._replace(scale=entry.before)
+        z = z.where(entry.spills, value)._replace(scale=entry.before)
+        return digits, z if z.low is None else z._replace(low=_after(entry, z.low, z.high))
 
     def is_empty(self, digits: Words) -> Array:
         """The schedule takes as many words as it gave: nothing else is left to ask. bool []."""
@@ -138,11 +141,9 @@ def _put(digits: Words, word: Array, entry: DeferredEntry) -> Words:
     return Words(jax.lax.dynamic_update_index_in_dim(digits.stack, word, entry.slot, 0))
 
 
-def _after(digits: Words, z: Array, entry: DeferredEntry) -> Array:
-    """z, made when the word has been put: then z may overwrite what the word is made of. XLA copied that otherwise."""
-    if digits.stack is None or not digits.stack.shape[0]:
-        return z
-    return jnp.where(entry.slot >= 0, z, digits.stack[0].astype(z.dtype))
+def _after(entry: DeferredEntry, x: Array, other: Array) -> Array:
+    """x, made when the other has been: then it may overwrite what the other is made of. XLA copied that at every step."""
+    return jnp.where(entry.slot >= 0, x, other.astype(x.dtype))
 
 
 def _top(digits: Words, entry: DeferredEntry) -> Array:
