@@ -33,8 +33,8 @@ def undo_parameters(
 def once_read(run: Run, t: Array, state: State, ct: Cotangents) -> tuple[State, Cotangents]:
     """What is overwritten next, when the cotangents of hyperparameters have been made of it.
 
-    XLA copied the velocity and the parameters' cotangent at every step, as nothing said which comes first. Of links that
-    are isolated it has stored what they hold. What nobody asks for is not waited for: it is not computed.
+    XLA copied the velocity and the parameters' cotangent at every step, as nothing said which comes first. Rules
+    that are not linear have stored what they read of links. What nobody asks for is not waited for: it is not computed.
     """
     for j in run.parameters:
         asked = ct.h[j] if run.asked is None else run.asked[j]

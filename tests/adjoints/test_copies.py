@@ -1,5 +1,6 @@
 """That neither loop copies what it overwrites: XLA does, unless all that reads it is known to come before."""
 
+import math
 import re
 from typing import Any
 
@@ -33,16 +34,13 @@ def copied(rule: Any, asked: str) -> list[str]:
     found = []
     for name, body in re.findall(r"^%([\w.\-]+) \([^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL):
         if name in bodies and " while(" not in body:  # not the loop over attempts to reverse
-            found += [kind for kind, shape in re.findall(r"= (\w+)\[([\d,]+)\]\S* copy\(", body) if size_of(shape) >= SIZE]
+            found += [
+                kind
+                for kind, shape in re.findall(r"= (\w+)\[([\d,]+)\]\S* copy\(", body)
+                if math.prod(map(int, shape.split(","))) >= SIZE
+            ]
     assert bodies
     return found
-
-
-def size_of(shape: str) -> int:
-    size = 1
-    for n in shape.split(","):
-        size *= int(n)
-    return size
 
 
 @pytest.mark.of_bits
