@@ -1,6 +1,7 @@
 """Runs of any length: time per step and memory against the number of steps, by every way to keep what a reversal needs.
 
     python -m experiments.benchmarks.long_runs [--steps 1024 16384 131072] [--network small] [--mebibytes 64] [--share 16]
+        [--roads pure budget host disk]
 
 A learning rate per step is differentiated, momentum 0.9. `share`: opponents are timed on so many times fewer steps, which
 changes neither their states nor their time per step by more than the depth of a tree. Times are in units of plain training
@@ -24,23 +25,22 @@ from experiments.benchmarks.workloads import Task, mlp_task
 
 
 NETWORKS = {"small": scaling.network, "784-64-64-10": mlp_task}
+OURS = ["pure", "budget", "host", "disk"]
 
 
-def ours(budget: int) -> list[roads.Road]:
-    return [
-        roads.Road("plain training", opponents.plain, "plain", options=hg.compiler_options),
-        roads.Road("hg.Reversible()", roads.optimized, "ours", options=hg.compiler_options),
-        roads.Road(
-            f"hg.Reversible(memory_budget={budget})",
-            functools.partial(roads.reversed_by, hg.Reversible(memory_budget=budget, isolate=False)),
-            "ours",
-            options=hg.compiler_options,
-        ),
-        roads.Road(
-            'hg.Reversible(buffer="host")', functools.partial(stored, hg.Reversible(buffer="host")), "ours", loop=True
-        ),
-        roads.Road("buffer=hg.Disk(folder)", functools.partial(stored, on_disk()), "ours", loop=True),
-    ]
+PLAIN = roads.Road("plain training", opponents.plain, "plain", options=hg.compiler_options)
+
+
+def ours(budget: int) -> dict[str, roads.Road]:
+    within = functools.partial(roads.reversed_by, hg.Reversible(memory_budget=budget, isolate=False))
+    name, options = f"hg.Reversible(memory_budget={budget})", hg.compiler_options
+    host, disk = hg.Reversible(buffer="host"), on_disk()
+    return {
+        "pure": roads.Road("hg.Reversible()", roads.optimized, "ours", options=options),
+        "budget": roads.Road(name, within, "ours", options=options),
+        "host": roads.Road('hg.Reversible(buffer="host")', functools.partial(stored, host), "ours", loop=True),
+        "disk": roads.Road("buffer=hg.Disk(folder)", functools.partial(stored, disk), "ours", loop=True),
+    }
 
 
 def on_disk() -> hg.Reversible:
@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--network", choices=list(NETWORKS), default="small")
     parser.add_argument("--mebibytes", type=float, default=64, help="of the budget")
     parser.add_argument("--share", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--roads", choices=OURS, nargs="+", default=OURS, help="of this library")
+    parser.add_argument("--rounds", type=int, default=3, help="0: the first run of each is what counts")
     chosen = parser.parse_args(arguments)
     budget = int(chosen.mebibytes * 2**20)
     limits = Limits(chosen.rounds, seconds=1e4, total=1e4, bytes=1e11)
@@ -79,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         task = NETWORKS[chosen.network](steps)
         few = task._replace(steps=max(steps // chosen.share, 1))
         print(f"{steps} steps, {task.parameters} parameters", flush=True)
-        plain = ours(budget)[0]
-        for some, own in ((task, ours(budget)), (few, [plain, *theirs(budget, task)])):
+        of_ours = [road for name, road in ours(budget).items() if name in chosen.roads]
+        for some, own in ((task, [PLAIN, *of_ours]), (few, [PLAIN, *theirs(budget, task)])):
             for row in measure(some, own, limits, tolerance=1.0):
                 low, high = min(row.ratios), max(row.ratios)
                 each = 1e6 * min(row.seconds) / row.steps

@@ -2,8 +2,9 @@
 
     python -m experiments.benchmarks.trees --trees NAME=PATH NAME=PATH [--rounds 9] [--models NAME ...] [--no-build]
 
-By turns, each measurement in a process of its own: the machine's luck is shared, and a process's own is averaged. The table
-has medians and ranges; building is taken apart into tracing, lowering and compiling, beside the unroll's in raw JAX.
+In each round every tree has a process, and these run by turns, one hypergradient each: the machine's luck is shared, and a
+process's own is averaged over the rounds. The table has medians and ranges, and the median of the ratios of neighbours, with
+its quartiles over rounds; building is taken apart into tracing, lowering and compiling, beside the unroll's in raw JAX.
 `--no-build` leaves that out: half of the time.
 """
 
@@ -27,7 +28,7 @@ from experiments.benchmarks.roads import optimized
 from experiments.benchmarks.workloads import Task, conv_task, mlp_task, transformer_task
 
 
-SECONDS = 4.0  # of repetitions of one program in one process, after the first
+TURNS = 9  # of every tree in a round
 
 
 def gru_task(steps: int, width: int = 64, length: int = 28, features: int = 28, examples: int = 512) -> Task:
@@ -86,8 +87,8 @@ MODELS: dict[str, Any] = {
 }
 
 
-def measured(name: str, build: bool = True) -> dict[str, float]:
-    """Of one model, in this process."""
+def work(name: str, build: bool = True) -> None:
+    """Of one model, in this process: a line of what its program takes, then one of seconds for each line that is read."""
     task = MODELS[name]()
     ours = separate_rates if name == "300 rates" else optimized
     found: dict[str, float] = {}
@@ -95,15 +96,14 @@ def measured(name: str, build: bool = True) -> dict[str, float]:
         found |= {f"ours: {k}": x for k, x in _built(functools.partial(ours, task), task.rates)[0].items()}
         found |= {f"unroll: {k}": x for k, x in _built(functools.partial(opponents.unrolled, task), task.rates)[0].items()}
     _, compiled = _built(functools.partial(ours, task), task.rates)
-    jax.block_until_ready(compiled(task.rates))
-    times, end = [], time.perf_counter() + SECONDS
-    while time.perf_counter() < end or len(times) < 3:
-        begin = time.perf_counter()
-        jax.block_until_ready(compiled(task.rates))
-        times.append(time.perf_counter() - begin)
-    found["us a step"] = 1e6 * statistics.median(times) / task.steps
+    run = lambda: jax.block_until_ready(compiled(task.rates))  # noqa: E731
+    run()
     found["MiB"] = compiled.memory_analysis().temp_size_in_bytes / 2**20
-    return found
+    print(json.dumps(found), flush=True)
+    for _ in sys.stdin:
+        begin = time.perf_counter()
+        run()
+        print(json.dumps(1e6 * (time.perf_counter() - begin) / task.steps), flush=True)
 
 
 def _built(function: Any, rates: Any) -> tuple[dict[str, float], Any]:
@@ -120,11 +120,51 @@ def _built(function: Any, rates: Any) -> tuple[dict[str, float], Any]:
     return parts | {"build": clock[-1] - clock[0]}, compiled
 
 
-def in_tree(path: str, name: str, build: bool = True) -> dict[str, float]:
-    """`measured` with the library of another checkout."""
-    worker = [sys.executable, str(pathlib.Path(__file__)), "--worker", name, *([] if build else ["--no-build"])]
-    done = subprocess.run(worker, env=os.environ | {"PYTHONPATH": path}, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+class Worker:
+    """A process that does `work` with the library of another checkout."""
+
+    def __init__(self, path: str, name: str, build: bool = True):
+        command = [sys.executable, str(pathlib.Path(__file__)), "--worker", name, *([] if build else ["--no-build"])]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **pipes)
+        self.built = self.read()  # before another is built
+
+    def read(self) -> Any:
+        line = self.process.stdout.readline()  # type: ignore[union-attr]
+        if not line:
+            raise RuntimeError(f"a worker ended with status {self.process.wait()}; what it said stands above.")
+        return json.loads(line)
+
+    def run(self) -> float:
+        """Microseconds a step."""
+        print(file=self.process.stdin, flush=True)
+        return self.read()
+
+    def end(self) -> None:
+        self.process.communicate()
+
+
+def one_round(trees: list[str], name: str, build: bool = True, turns: int = TURNS) -> list[dict[str, list[float]]]:
+    """Of every checkout: what its program takes, and microseconds a step at each turn."""
+    workers = [Worker(path, name, build) for path in trees]
+    times = [[worker.run() for worker in workers] for _ in range(turns)]
+    for worker in workers:
+        worker.end()
+    each = zip(workers, zip(*times, strict=True), strict=True)
+    return [{**{key: [x] for key, x in worker.built.items()}, "us a step": list(own)} for worker, own in each]
+
+
+def shown(key: str, names: list[str], rounds: list[list[dict[str, list[float]]]]) -> str:
+    """One line: medians and ranges of every tree; ratios to the first, by neighbours."""
+    columns = [[x for row in rounds for x in row[i][key]] for i in range(len(names))]
+    cells = [f"{n} {statistics.median(c):.4g} ({min(c):.4g} to {max(c):.4g})" for n, c in zip(names, columns, strict=True)]
+    ratios = []
+    for i in range(1, len(names)):
+        pairs = [zip(row[0][key], row[i][key], strict=True) for row in rounds]
+        each = sorted(statistics.median(b / a if a else 1.0 for a, b in own) for own in pairs)
+        quartiles = each[len(each) // 4], each[-1 - len(each) // 4]
+        ratios.append("{:.3f} ({:.3f} to {:.3f})".format(statistics.median(each), *quartiles))
+    return f"  {key:18s} {'; '.join(cells)}; ratio {', '.join(ratios)}"
 
 
 def main() -> None:
@@ -136,23 +176,14 @@ def main() -> None:
     parser.add_argument("--worker", metavar="MODEL")
     arguments = parser.parse_args()
     if arguments.worker:
-        print(json.dumps(measured(arguments.worker, not arguments.no_build)))
+        work(arguments.worker, not arguments.no_build)
         return
     trees = dict(x.split("=", 1) for x in arguments.trees)
     for name in arguments.models:
-        rows: dict[str, list[dict[str, float]]] = {tree: [] for tree in trees}
-        for i in range(arguments.rounds):
-            for tree in trees if i % 2 == 0 else reversed(trees):
-                rows[tree].append(in_tree(trees[tree], name, not arguments.no_build))
+        rounds = [one_round(list(trees.values()), name, not arguments.no_build) for _ in range(arguments.rounds)]
         print(f"{name}:")
-        for key in next(iter(rows.values()))[0]:
-            columns = [[row[key] for row in rows[tree]] for tree in trees]
-            cells = [
-                f"{tree} {statistics.median(c):.4g} ({min(c):.4g} to {max(c):.4g})"
-                for tree, c in zip(trees, columns, strict=True)
-            ]
-            ratios = [statistics.median(b / a for a, b in zip(columns[0], c, strict=True)) for c in columns[1:]]
-            print(f"  {key:18s} {'; '.join(cells)}; ratio {', '.join(f'{r:.3f}' for r in ratios)}", flush=True)
+        for key in rounds[0][0]:
+            print(shown(key, list(trees), rounds), flush=True)
 
 
 if __name__ == "__main__":
