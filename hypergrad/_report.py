@@ -99,7 +99,8 @@ def surface(status: Status, throw: bool, norms: Norms | None = None) -> Array:
     ledger, throw = current_ledger(), throw and not probing()
     traced = lambda status: any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(status))  # noqa: E731
     if traced(status):
-        status = jax.lax.stop_gradient(status)  # where JAX differentiates known values, they are known again
+        leaves, structure = jax.tree.flatten(status)
+        status = jax.tree.unflatten(structure, _known(leaves))  # where JAX differentiates known values, they are known again
     if not traced(status):
         if ledger is not None:
             ledger.record(status, throw, norms)
@@ -120,6 +121,9 @@ def surface(status: Status, throw: bool, norms: Norms | None = None) -> Array:
 
     # What comes of it masks every output: a report cannot be dropped while any output is used.
     return _lifted.report(report, *leaves)
+
+
+_known = jax.jit(jax.lax.stop_gradient, inline=True)  # at once: one by one they took a tenth of a call from Python
 
 
 @dataclasses.dataclass(frozen=True)

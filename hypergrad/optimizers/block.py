@@ -82,7 +82,7 @@ class Block:
 
     def split(self, array: Array) -> list[Array]:
         """The inverse of `joined`, and of what is computed entry by entry from what it made."""
-        return split_vector(array, self.shapes) if self.flat else [array]
+        return split_vectors([array], (self.shapes,))[0] if self.flat else [array]
 
     @property
     def ends(self) -> np.ndarray:
@@ -119,11 +119,15 @@ class Block:
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
-def split_vector(x: Array, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
-    """Arrays that lie in a vector, one after the other."""
-    sizes = list(map(math.prod, shapes))
-    parts = [x] if len(sizes) == 1 else jax.lax.split(x, sizes)  # the transpose of a concatenation
-    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+def split_vectors(arrays: list[Array], shapes: tuple[tuple[tuple[int, ...], ...] | None, ...]) -> list[list[Array]]:
+    """Of each vector, the arrays that lie in it, one after the other; with None for shapes, an array as it is."""
+
+    def split(x: Array, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
+        sizes = list(map(math.prod, shapes))
+        parts = [x] if len(sizes) == 1 else jax.lax.split(x, sizes)  # the transpose of a concatenation
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    return [[x] if own is None else split(x, own) for x, own in zip(arrays, shapes, strict=True)]
 
 
 def groups(stacks: list[Stack], fields: list[list[dict[str, Field]]], leaves: list[Array]) -> list[tuple[int, ...]]:

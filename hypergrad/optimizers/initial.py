@@ -12,7 +12,7 @@ from jax import Array
 
 from hypergrad._programs import owned
 from hypergrad.hypers import describe
-from hypergrad.optimizers.block import Block
+from hypergrad.optimizers.block import Block, split_vectors
 from hypergrad.optimizers.chain import PARAMS, Link
 from hypergrad.optimizers.expand import compute_dtype
 from hypergrad.optimizers.partition import Layer, Stack
@@ -65,11 +65,13 @@ def _state_leaves(name: str, given: Any, params: Any) -> list[tuple[str, Any]]:
 
 def final_state(blocks: tuple[Block, ...], values: list[dict[str, Array]], tree: Any) -> dict[str, Any]:
     """{link: pytree like the parameters}, None for leaves whose chain does not have it."""
+    held = [(block, link.name) for block in blocks for link in block.chain]
+    arrays = [own[link.name] for block, own in zip(blocks, values, strict=False) for link in block.chain]
+    parts = split_vectors(arrays, tuple(block.shapes if block.flat else None for block, _ in held))
     found: dict[str, list[Any]] = {}
     count = sum(len(block.leaves) for block in blocks)
-    for block, own in zip(blocks, values, strict=False):
-        for link in block.chain:
-            row = found.setdefault(link.name, [None] * count)
-            for i, x in zip(block.leaves, block.split(own[link.name]), strict=True):
-                row[i] = x
+    for (block, name), own in zip(held, parts, strict=True):
+        row = found.setdefault(name, [None] * count)
+        for i, x in zip(block.leaves, own, strict=True):
+            row[i] = x
     return {name: jax.tree.unflatten(tree, row) for name, row in found.items()}

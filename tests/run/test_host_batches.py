@@ -162,3 +162,25 @@ def test_a_batch_function_with_side_effects(batches):
 def test_a_batch_function_may_be_made_of_fresh_functions():
     batches = lambda t: jax.pure_callback(lambda t: ROWS[t], jax.ShapeDtypeStruct((2,), jnp.float32), t)  # noqa: E731
     assert_equal(train(batches=batches).losses, train(batches=hg.stacked(ROWS[:3])).losses)
+
+
+def scaled(rows, numbers, calls):
+    def batches(t):
+        calls.append(t)
+        return rows[t] * next(numbers)
+
+    return batches
+
+
+def test_code_that_made_the_same_program_of_the_same_arrays_is_called_once():
+    rows, calls = jnp.asarray(ROWS), []
+    for array, count in ((rows, 2), (rows, 3), (rows + 1, 5)):
+        train(batches=scaled(array, itertools.repeat(1.0), calls))
+        assert len(calls) == count
+
+
+def test_side_effects_of_code_that_had_none_before():
+    rows = jnp.asarray(ROWS)
+    train(batches=scaled(rows, itertools.repeat(3.0), []))
+    with fails(ValueError, "`batches`", "has side effects"):
+        train(batches=scaled(rows, itertools.count(4.0), []))
