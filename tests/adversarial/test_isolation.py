@@ -122,8 +122,24 @@ def told_once(function: Callable[[], Any]) -> Any:
     return result
 
 
+@pytest.fixture
+def other_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Gradients beside their derivatives have them, on every processor; XLA rounds `convolutions` so on some."""
+    products = backward.products
+
+    def rounded(*args: Any, **options: Any) -> Any:
+        found, second = products(*args, **options)
+        return found._replace(w=[x * (1 + 1e-6) for x in found.w]), second
+
+    monkeypatch.setattr(backward, "products", rounded)
+    programs._PROGRAMS.clear()
+    yield
+    programs._PROGRAMS.clear()
+    jax.clear_caches()
+
+
 @pytest.mark.long
-def test_the_scan_takes_the_gradient_apart() -> None:
+def test_the_scan_takes_the_gradient_apart(other_bits: None) -> None:
     gradient = lambda: jax.grad(lambda i: value(i, "convolutions", driver="scan"))(inputs("convolutions"))  # noqa: E731
     ours = told_once(gradient)
     assert_close(ours, expected("convolutions"))
@@ -144,22 +160,6 @@ def test_from_python_both_passes_call_one_gradient(isolate: bool | None) -> None
         jax.grad(lambda i: value(i, "convolutions", driver="host", isolate=isolate))(inputs("convolutions")),
         expected("convolutions"),
     )
-
-
-@pytest.fixture
-def other_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Gradients beside their derivatives have them."""
-    products = backward.products
-
-    def rounded(*args: Any, **options: Any) -> Any:
-        found, second = products(*args, **options)
-        return found._replace(w=[x * (1 + 1e-6) for x in found.w]), second
-
-    monkeypatch.setattr(backward, "products", rounded)
-    programs._PROGRAMS.clear()
-    yield
-    programs._PROGRAMS.clear()
-    jax.clear_caches()
 
 
 @pytest.mark.long
@@ -187,13 +187,13 @@ def test_what_python_trained_may_be_reversed_by_a_program(monkeypatch: pytest.Mo
     np.testing.assert_allclose(jax.jacrev(lambda rate: results(rate, hg.Reversible()))(0.01), expected, rtol=1e-3)
 
 
-def test_so_does_a_program_of_the_users() -> None:
+def test_so_does_a_program_of_the_users(other_bits: None) -> None:
     ours = told_once(lambda: jax.jit(jax.grad(lambda i: value(i, "convolutions")))(inputs("convolutions")))
     assert_close(ours, expected("convolutions"))
 
 
 @pytest.mark.long
-def test_so_does_the_meta_loop() -> None:
+def test_so_does_the_meta_loop(other_bits: None) -> None:
     loss, params, _, data = case("convolutions")
 
     def train_fn(h: Any, key: Any) -> Any:
@@ -210,7 +210,7 @@ def test_so_does_the_meta_loop() -> None:
 
 
 @pytest.mark.long
-def test_who_insists_is_refused_with_the_first_difference() -> None:
+def test_who_insists_is_refused_with_the_first_difference(other_bits: None) -> None:
     loss, params, theta, data = case("convolutions")
     arguments: Any = loss, params, hg.SGD(0.1, 0.75), hg.full_batch(data)
     options: dict[str, Any] = {"theta": theta, "steps": STEPS}
