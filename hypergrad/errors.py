@@ -110,7 +110,7 @@ class Status(eqx.Module):
             case 4:
                 return (
                     f"the information buffer needs {words} 32-bit words per parameter and has fewer. "
-                    f"Pass adjoint=hg.Reversible(capacity={words})."
+                    f"Pass capacity={words} to the adjoint, beside what else it is given: hg.Reversible(capacity={words})."
                 )
             case _:
                 return _not_reversed(place, where)

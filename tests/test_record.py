@@ -38,7 +38,7 @@ def test_every_step_is_that_of_a_run_that_ends_there(name: str, tmp_path: pathli
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("states, at", [long(1, [4]), (2, [4, 8]), (9, [4, 8])])
+@pytest.mark.parametrize("states, at", [long(1, [4]), (2, [4, 8]), long(9, [4, 8])])
 def test_with_states_kept_on_the_way_only_what_follows_a_step_is_undone(
     states: int, at: list[int], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

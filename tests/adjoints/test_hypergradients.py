@@ -133,7 +133,6 @@ def assert_close(got: Any, expected: Any, tolerance: float) -> None:
     ("form", "oracle"),
     [*((form, "unrolled") for form in FORMS), *((form, "checkpointed") for form in EXTREMES)],
     *((form, "unrolled") for form in FORMS[1::2]),
-    (FORMS[0], "checkpointed"),
 )
 def test_reversal_agrees_with_the_adjoints_that_store(form: str, oracle: str) -> None:
     assert_close(evaluate(form, "reversible", "float64")[1], evaluate(form, oracle, "float64")[1], 1e-9)
@@ -174,7 +173,7 @@ def test_all_adjoints_train_alike_bit_for_bit(form: str, road: str) -> None:
 
 
 @pytest.mark.of_bits
-@some_of("road", ["unrolled", "checkpointed"], "checkpointed")
+@some_of("road", ["unrolled", "checkpointed"])
 def test_all_adjoints_train_alike_in_float32_too(road: str) -> None:
     outputs = jax.jit(functools.partial(objective, ROADS[road]))(hypers_of("scalar", "float32"))[1]
     assert_same_bits(outputs, evaluate("scalar", "reversible", "float32")[0][1])

@@ -15,7 +15,7 @@ from hypergrad.adjoints import auto
 from hypergrad.adjoints.auto import bytes_of
 
 
-DENSE = problems.network("layer norm")
+DENSE = problems.network("tanh")
 STEPS = 400
 OPTIMIZERS = {
     "SGD": hg.SGD(jnp.float32(0.1), 0.9),

@@ -30,7 +30,7 @@ def sgd(learning_rate: Any = 0.2) -> hg.SGD:
 
 
 @pytest.mark.of_bits
-@some_of("name", KINDS, "convolution")
+@some_of("name", KINDS, "embedding")
 def test_training_runs_backwards_to_its_first_bits(name: str) -> None:
     net = network(name)
     certificate = hg.check_reversal(net.loss, net.params(), sgd(), net.batches(STEPS), theta=net.theta())

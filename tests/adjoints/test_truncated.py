@@ -13,7 +13,7 @@ import hypergrad as hg
 
 
 STEPS, LAST = 12, 5
-NET = problems.network("layer norm")
+NET = problems.network("tanh")
 
 
 def value(optimizer: Any, theta: Any, adjoint: Any, dtype: Any = jnp.float64, **options: Any) -> Any:

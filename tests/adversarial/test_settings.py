@@ -116,6 +116,7 @@ def test_a_source_that_runs_out_on_the_way() -> None:
         final(batches=hg.host_batches(lambda t: next(rows)), steps=4)
 
 
+@pytest.mark.long
 def test_an_ode_in_the_loss() -> None:
     from jax.experimental.ode import odeint
 

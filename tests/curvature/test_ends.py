@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import some_of
 from networks import Network, dense, diagonal, ggn, normal
 
 from hypergrad.curvature import quantities
@@ -50,7 +51,7 @@ ENDS: dict[str, tuple[Any, str | None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ENDS)
+@some_of("name", ENDS, "plain", "jitted", "rows", "half", "sigmoid", "another axis", "masked", "two")
 def test_ends(name: str) -> None:
     end, expected = ENDS[name]
     net: Network = dense()._replace(end=end)

@@ -100,7 +100,8 @@ ORDERS: dict[str, Any] = {  # parameter -> [in, out] as its layer has it
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("rule", "network"), [long(hg.KFLR, kernels), long(hg.KFLR, dense), (hg.KFRA, dense)])
+@pytest.mark.long
+@pytest.mark.parametrize(("rule", "network"), [(hg.KFLR, kernels), (hg.KFLR, dense), (hg.KFRA, dense)])
 def test_without_averages_it_is_the_published_rule(rule: Any, network: Any) -> None:
     net, rate, damping, l2 = network(), 0.1, 0.05, 0.01
     optimizer = rule(rate, damping, LEAST, LEAST, l2)

@@ -222,6 +222,7 @@ def test_a_gpu_script_certifies_and_agrees():
     assert gpu.bandwidth(100, rounds=1) > 0
 
 
+@pytest.mark.long
 def test_a_gpu_that_does_not_repeat_itself_is_reported():
     calls = []
 

@@ -79,7 +79,7 @@ def test_a_rule_keeps_the_contract(rule: Optimizer, shapes: Any) -> None:
 @pytest.mark.parametrize(
     ("rule", "bits"),
     [
-        (hg.Nesterov(0.05, bits=4), 4 - math.log2(0.9)),
+        long(hg.Nesterov(0.05, bits=4), 4 - math.log2(0.9)),
         long(hg.NAdamW(0.01, b2=0.99, weight_decay=0.0, bits=1), 1 - math.log2(0.9) - math.log2(0.99)),
         long(hg.Lion(0.001, b2=0.9, weight_decay=0.0), 2 - math.log2(0.9)),
         long(hg.Lion(0.001, b2=0.9, weight_decay=0.0, temperature=0.1), 4 - math.log2(0.9)),

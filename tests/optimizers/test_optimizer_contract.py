@@ -80,7 +80,7 @@ BROKEN = {
 }
 
 
-@some_of("name", BROKEN, *(name for name in BROKEN if name != "a norm of nothing"))
+@some_of("name", BROKEN, *(name for name in BROKEN if name not in ("a norm of nothing", "a root at zero")))
 def test_a_broken_optimizer_is_told_what_is_wrong(name: str) -> None:
     make, message = BROKEN[name]
     with pytest.raises(AssertionError, match=message):

@@ -103,7 +103,7 @@ def test_what_is_frozen_stays_and_does_not_decay() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*too small for its fixed-point grid")
-@pytest.mark.parametrize(("scale", "bound"), [(1e20, 1.0), (1e-20, 1.0), (0.0, 1.0)])
+@pytest.mark.parametrize(("scale", "bound"), [(1e20, 1.0), long(1e-20, 1.0), (0.0, 1.0)])
 def test_clipping_has_its_derivative_at_any_scale(scale: float, bound: float) -> None:
     """In float32, as in float64, where no square of these overflows or vanishes."""
 
@@ -182,7 +182,7 @@ def evaluate(name: str, adjoint: Any) -> Any:
         return jax.tree.map(np.asarray, function(optimizer, NET.params(jnp.float64), NET.theta(jnp.float64)))
 
 
-@some_of("name", DIFFERENTIATED, "AdamW", "several")
+@some_of("name", DIFFERENTIATED, "AdamW")
 def test_derivatives_by_reversal_are_those_of_the_unrolled_run(name: str) -> None:
     reversed_, unrolled = evaluate(name, hg.Reversible())[0], evaluate(name, hg.Unrolled())[0]
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(reversed_), jax.tree.leaves(unrolled), strict=True):
@@ -191,7 +191,7 @@ def test_derivatives_by_reversal_are_those_of_the_unrolled_run(name: str) -> Non
 
 
 @pytest.mark.of_bits
-@some_of("name", DIFFERENTIATED, "AdamW", "several")
+@some_of("name", DIFFERENTIATED, "AdamW")
 def test_both_roads_train_alike_bit_for_bit(name: str) -> None:
     outputs = evaluate(name, hg.Reversible())[1], evaluate(name, hg.Unrolled())[1]
     jax.tree.map(np.testing.assert_array_equal, *outputs)
@@ -228,7 +228,6 @@ def test_adaptive_training_runs_backwards_in_float32(name: str, kind: str) -> No
     ("name", "eps"),
     list(itertools.product(("Adam", "AdamW", "RMSProp", "Adagrad"), (1e-8, 1e-30))),
     ("Adam", 1e-8),
-    ("AdamW", 1e-30),
     ("Adagrad", 1e-30),
 )
 def test_a_weight_without_gradient_stays_and_harms_nothing(name: str, eps: float) -> None:

@@ -57,6 +57,7 @@ def test_batches_from_python_may_be_trees_and_know_their_number():
     assert certificate.exact
 
 
+@pytest.mark.long
 def test_gmpy2_takes_batches_from_python_too():
     exact = hg.Reversible(buffer="gmpy2")
     got = jax.value_and_grad(final_of(hg.host_batches(list(ROWS)), exact, steps=3))(PARAMS)

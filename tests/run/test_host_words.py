@@ -68,7 +68,6 @@ def spilling(kind, **options):
 @some_of(
     ("stored", "kind", "driver"),
     list(itertools.product(LENGTHS, SPILLING, ["scan", "host"])),
-    (4, "adam", "host"),
     (None, "sgd", "scan"),
     indirect=["stored"],
 )

@@ -182,6 +182,7 @@ def test_each_part_has_a_key_of_its_own() -> None:
     np.testing.assert_allclose(done.losses[0], np.mean(parts), rtol=1e-6)
 
 
+@pytest.mark.long
 def test_certified_by_check_reversal() -> None:
     w, batches = hypers(jnp.float32)["w"], hg.stacked(jnp.asarray(X, jnp.float32))
     given = {"theta": jnp.float32(0.05), "microbatches": 4}
