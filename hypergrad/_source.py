@@ -52,7 +52,7 @@ def source_of(batches: Any) -> Source:
 
     step = jax.ShapeDtypeStruct((), jnp.int32)
     batch, constants = programs.trace(arrays, leaves, step)
-    name = _name(batches), batch.key, tuple(map(Same, constants))
+    name = _code(batches), batch.key, tuple(map(Same, constants))
     if name not in _PURE:
         door.check_pure(batches, (batch, constants), lambda: programs.trace(arrays, leaves, step))
         while len(_PURE) >= REMEMBERED:
@@ -61,14 +61,10 @@ def source_of(batches: Any) -> Source:
     return Source(batch, constants, leaves, *seen[0])
 
 
-def _name(batches: Any) -> Hashable:
-    """What tells a source from one of other code."""
-    rest, structure = jax.tree.flatten(eqx.filter(batches, eqx.is_array, inverse=True))
-    try:
-        hash(structure)  # which holds what a `jax.tree_util.Partial` calls
-    except TypeError:
-        structure = Same(batches)
-    return structure, *(Same(getattr(x, "__code__", x)) for x in rest)
+def _code(batches: Any) -> Hashable:
+    """Of its function, which is not held: it may close over data."""
+    function = getattr(batches, "func", batches)  # of what is partially applied, by JAX or Equinox
+    return Same(getattr(function, "__code__", function))
 
 
 def split_arrays(tree: Any, chosen: Callable[[Any], bool]) -> tuple[tuple[list[Any], list[Any]], Callable[..., Any]]:

@@ -1,7 +1,9 @@
 """Batches that Python loads: every kind of source, and every way in which one can be wrong."""
 
 import functools
+import gc
 import itertools
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -178,6 +180,17 @@ def test_code_that_made_the_same_program_of_the_same_arrays_is_called_once():
     for array, count in ((rows, 2), (rows, 3), (rows + 1, 5)):
         train(batches=scaled(array, itertools.repeat(1.0), calls))
         assert len(calls) == count
+
+
+@pytest.mark.parametrize("kind", [lambda f: f, jax.tree_util.Partial])
+def test_what_is_remembered_of_a_source_holds_none_of_its_data(kind):
+    rows = jnp.asarray(ROWS)
+    alive = weakref.ref(rows)
+    source = kind(scaled(rows, itertools.repeat(1.0), []))
+    train(batches=source)
+    del rows, source
+    gc.collect()
+    assert alive() is None
 
 
 def test_side_effects_of_code_that_had_none_before():
