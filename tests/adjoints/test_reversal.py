@@ -80,7 +80,7 @@ def test_a_few_weights_come_back(size: int, isolate: bool) -> None:
     expected = jax.jit(jax.grad(lambda rate: final(size, hg.SGD(rate), hg.Unrolled())))(0.1)
     for options in ({}, hg.compiler_options()):
         np.testing.assert_allclose(jax.jit(gradient, compiler_options=options)(0.1), expected, rtol=1e-3)
-    np.testing.assert_allclose(jax.vmap(gradient)(jnp.array([0.1, 0.2]))[0], expected, rtol=1e-3)
+    np.testing.assert_allclose(jax.jit(jax.vmap(gradient))(jnp.array([0.1, 0.2]))[0], expected, rtol=1e-3)
 
 
 # From here on, one matrix is trained for a few steps, and not always honestly.

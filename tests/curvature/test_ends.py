@@ -59,7 +59,7 @@ def test_ends(name: str) -> None:
     assert found is not None and (found.kind.name if found.kind else None) == expected
     if name == "another axis":  # its outputs are the products of what brute force calls outputs
         return
-    got = quantities(net.loss, net.params, None, net.batch, "ggn_diagonal")["ggn_diagonal"]
+    got = jax.jit(lambda p, b: quantities(net.loss, p, None, b, "ggn_diagonal"))(net.params, net.batch)["ggn_diagonal"]
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(diagonal(net, ggn(net))), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-12)
 

@@ -70,9 +70,11 @@ def test_layers_of_libraries(library: str) -> None:
     batch = jax.random.normal(jax.random.key(1), (4, 1, 4, 4)), jnp.arange(4) % 3
     found = [use.kind for use in layers(loss, params, None, batch)]
     assert sorted(found) == ["convolution", "dense", "scale", "shift", "shift", "shift"]
-    individual = quantities(loss, params, None, batch, "individual_gradients")["individual_gradients"]
+    individual = jax.jit(lambda p, b: quantities(loss, p, None, b, "individual_gradients"))(params, batch)[
+        "individual_gradients"
+    ]
     summed = jax.tree.map(lambda x: x.sum(0), individual)
-    for a, b in zip(jax.tree.leaves(summed), jax.tree.leaves(jax.grad(loss)(params, None, batch)), strict=True):
+    for a, b in zip(jax.tree.leaves(summed), jax.tree.leaves(jax.jit(jax.grad(loss))(params, None, batch)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
@@ -90,7 +92,8 @@ def test_a_declared_layer() -> None:
     plain = lambda p, theta, b: end(b[0] @ p["w"] + p["b"], b[1])  # noqa: E731
     assert [use.kind for use in layers(declared, params, None, batch)] == ["shift", "dense"]
     names = ["variance", "squared_norms", "kflr"]
-    found, expected = (quantities(loss, params, None, batch, names) for loss in (declared, plain))
+    of = lambda loss: jax.jit(lambda p, b: quantities(loss, p, None, b, names))(params, batch)  # noqa: E731
+    found, expected = of(declared), of(plain)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 

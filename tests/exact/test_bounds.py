@@ -234,8 +234,8 @@ def test_noise_of_a_deferred_second_moment_is_what_the_docstring_says():
 def test_no_steps_in_a_row_spill_more_words_than_their_bound(buffer, d, data):
     smallest = data.draw(st.sampled_from([SMALLEST[d], d // 2, d - d // 10, d - 1]))
     n = np.asarray(data.draw(st.lists(st.integers(smallest, d - 1), min_size=1, max_size=STEPS)))
-    found = schedule(buffer, n, d)
-    counts = np.append(np.asarray(found.entries.slot), int(found.end.words))
+    found = schedule(buffer, np.append(n, np.full(STEPS + 1 - len(n), d - 1)), d)  # of one length: one program
+    counts = np.asarray(found.entries.slot)[: len(n) + 1]
     bits = np.log2(d / n.min())
     for length in range(1, len(n) + 1):
         assert (counts[length:] - counts[:-length]).max() <= buffer.most_words(length, bits), length

@@ -39,11 +39,11 @@ MATRICES = {
 
 @every_value("p, n", [1, 2, 4, 6], [1, 2, 7])
 def test_both_are_roots(p: int, n: int) -> None:
-    a = jnp.asarray(positive(n))
-    for x in (inverse_power(a, 1 / p), inverse_root(a, p, steps=60)):
-        np.testing.assert_allclose(jnp.linalg.matrix_power(x, p) @ a, np.eye(n), atol=1e-9)
-    stacked = inverse_power(jnp.stack([a, 2 * a]), 1 / p)
-    np.testing.assert_allclose(stacked[1], inverse_power(2 * a, 1 / p), rtol=1e-12)
+    a = positive(n)
+    for root in (lambda a: inverse_power(a, 1 / p), lambda a: inverse_root(a, p, steps=60)):
+        np.testing.assert_allclose(np.linalg.matrix_power(jax.jit(root)(a), p) @ a, np.eye(n), atol=1e-9)
+    stacked, alone = (jax.jit(lambda x: inverse_power(x, 1 / p))(x) for x in (np.stack([a, 2 * a]), 2 * a))
+    np.testing.assert_allclose(stacked[1], alone, rtol=1e-12)
 
 
 @pytest.mark.parametrize("function", [lambda a: inverse_power(a, 0.25, 1e-3), eigenvectors, eigh])
@@ -54,7 +54,7 @@ def test_eigenvalues_are_taken_of_one_matrix_after_the_other(function: Any) -> N
     program = jax.make_jaxpr(jax.vmap(jax.vmap(along)))(batch)
     assert not careless(program.jaxpr)
     found = jax.jit(jax.vmap(jax.vmap(along)))(batch)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x[1, 2], y, atol=1e-9), found, along(batch[1, 2]))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x[1, 2], y, atol=1e-9), found, jax.jit(along)(batch[1, 2]))
 
 
 def test_eigenvalues_have_the_derivative_that_jax_gives_them() -> None:
@@ -67,6 +67,7 @@ def test_eigenvalues_have_the_derivative_that_jax_gives_them() -> None:
 
 def differences(f: Any, a: Any, along: Any) -> np.ndarray:
     """Central, extrapolated once."""
+    f = jax.jit(f)
     half, whole = ((f(a + e * along) - f(a - e * along)) / (2 * e) for e in (1e-6, 2e-6))
     return np.asarray((4 * half - whole) / 3)
 
@@ -76,7 +77,7 @@ def test_the_derivative_is_that_of_differences_also_at_ties_and_zeros(name: str,
     a = jnp.asarray(MATRICES[name])
     along = jnp.asarray(positive(4, seed=1))
     f = lambda a: inverse_power(ridged(a), e)  # noqa: E731
-    ahead = jax.jvp(f, (a,), (along,))[1]
+    ahead = jax.jit(lambda a: jax.jvp(f, (a,), (along,))[1])(a)
     np.testing.assert_allclose(ahead, differences(f, a, along), atol=1e-6 * np.abs(ahead).max())
 
 
@@ -84,24 +85,23 @@ def test_the_derivative_is_that_of_differences_also_at_ties_and_zeros(name: str,
 def test_both_modes_agree_and_are_finite(name: str) -> None:
     a, e = ridged(jnp.asarray(MATRICES[name])), jnp.asarray(0.25)
     seed, along = jnp.asarray(positive(4, seed=2)), (jnp.asarray(positive(4, seed=3)), jnp.asarray(0.7))
-    _, vjp = jax.vjp(inverse_power, a, e)
-    back = vjp(seed)
-    ahead = jax.jvp(inverse_power, (a, e), along)[1]
+    back = jax.jit(lambda *x: jax.vjp(inverse_power, *x)[1](seed))(a, e)
+    ahead = jax.jit(lambda *x: jax.jvp(inverse_power, x, along)[1])(a, e)
     assert jnp.isfinite(back[0]).all()
     np.testing.assert_allclose(jnp.vdot(back[0], along[0]) + back[1] * along[1], jnp.vdot(seed, ahead), rtol=1e-9)
 
 
 def test_the_derivative_in_the_exponent_is_that_of_differences() -> None:
     a = jnp.asarray(positive(5))
-    slope = jax.jvp(lambda e: inverse_power(a, e), (jnp.asarray(0.3),), (jnp.asarray(1.0),))[1]
+    slope = jax.jit(jax.jacfwd(lambda e: inverse_power(a, e)))(jnp.asarray(0.3))
     numeric = differences(lambda e: inverse_power(a, e), jnp.asarray(0.3), jnp.asarray(1.0))
     np.testing.assert_allclose(slope, numeric, rtol=1e-7, atol=1e-9)
 
 
 def test_the_iteration_has_the_derivative_of_the_root() -> None:
     a, along = jnp.asarray(positive(5)), jnp.asarray(positive(5, seed=1))
-    by_steps = jax.jvp(lambda a: inverse_root(a, 4, steps=60), (a,), (along,))[1]
-    by_eigenvalues = jax.jvp(lambda a: inverse_power(a, 0.25), (a,), (along,))[1]
+    of = lambda root: jax.jit(lambda a: jax.jvp(root, (a,), (along,))[1])(a)  # noqa: E731
+    by_steps, by_eigenvalues = of(lambda a: inverse_root(a, 4, steps=60)), of(lambda a: inverse_power(a, 0.25))
     np.testing.assert_allclose(by_steps, by_eigenvalues, rtol=1e-8, atol=1e-8)
 
 
@@ -110,7 +110,8 @@ def test_a_ridge_is_the_same_as_in_the_matrix(name: str) -> None:
     a, e, r = jnp.asarray(MATRICES[name]), jnp.asarray(0.3), jnp.asarray(1e-3)
     inside = lambda a, e, r: inverse_power(a + r * jnp.eye(4), e)  # noqa: E731
     along = (jnp.asarray(positive(4, seed=1)), jnp.asarray(0.7), jnp.asarray(0.2))
-    for found, expected in zip(*(jax.jvp(f, (a, e, r), along) for f in (inverse_power, inside)), strict=True):
+    both = [jax.jit(lambda *x, f=f: jax.jvp(f, x, along))(a, e, r) for f in (inverse_power, inside)]
+    for found, expected in zip(*both, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9 * np.abs(expected).max())
 
 
@@ -119,6 +120,6 @@ def test_float32_has_no_root_above_that_of_the_ridge(n: int) -> None:
     """Gradients of few examples: most eigenvalues are zero, and come out on either side of it."""
     few = np.random.default_rng(n).normal(size=(n, 1 + n // 20)).astype(np.float32)
     a, ridge = jnp.asarray(few @ few.T), jnp.float32(1e-9)
-    root, slope = jax.jvp(lambda a: inverse_power(a, jnp.float32(0.25), ridge), (a,), (a,))
-    assert jnp.linalg.norm(root, 2) < 1.001 * ridge**-0.25
+    root, slope = jax.jit(lambda a: jax.jvp(lambda a: inverse_power(a, jnp.float32(0.25), ridge), (a,), (a,)))(a)
+    assert np.linalg.norm(root, 2) < 1.001 * ridge**-0.25
     assert jnp.isfinite(slope).all()

@@ -119,11 +119,17 @@ def test_tiles_are_leaves_of_their_own() -> None:
 )
 def test_a_leaf_is_cut_and_put_together(shape: tuple[int, ...], block_size: int | None) -> None:
     own = tiles(shape, block_size, 4)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
-    np.testing.assert_array_equal(own.put(own.cut(x)), x)
-    vector = own.squares(x)
-    np.testing.assert_array_equal(own.pack(own.unpack(vector)), vector)
-    np.testing.assert_allclose(own.times(own.identity(x.dtype), x), x)
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+    @jax.jit
+    def ways(x: jax.Array) -> Any:
+        vector = own.squares(x)
+        return own.put(own.cut(x)), vector, own.pack(own.unpack(vector)), own.times(own.identity(x.dtype), x)
+
+    put, vector, packed, times = ways(x)
+    np.testing.assert_array_equal(put, x)
+    np.testing.assert_array_equal(packed, vector)
+    np.testing.assert_allclose(times, x)
     assert math.prod(own.merged) == x.size
 
 
