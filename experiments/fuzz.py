@@ -157,6 +157,7 @@ def table(done: list[Done]) -> str:
 def main(arguments: argparse.Namespace) -> int:
     if arguments.part == "quick":  # read by XLA when the first program is compiled
         os.environ["XLA_FLAGS"] = " ".join(f"--{name}={str(value).lower()}" for name, value in _quick.OPTIONS.items())
+    forget_context = _quick.lower_in_one_context()
     gc.set_threshold(100_000, 50, 100)  # tracing makes many objects that live for a while: a tenth of the time
     done: list[Done] = []
     log = open(arguments.log, "a") if arguments.log else None  # noqa: SIM115
@@ -173,6 +174,7 @@ def main(arguments: argparse.Namespace) -> int:
             print(json.dumps(result.record()), file=log, flush=True)
         if (i + 1) % FORGET == 0:
             jax.clear_caches()
+            forget_context()
             kinds = collections.Counter(d.verdict.kind for d in done)
             print(f"seed {drawn.seed}: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}", flush=True)
     if log is not None:

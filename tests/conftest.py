@@ -1,6 +1,5 @@
 """One setting for all tests: default 32-bit JAX, pictures without a screen, examples that are the same in every run."""
 
-import functools
 import gc
 import os
 from typing import Any
@@ -9,7 +8,6 @@ import hypothesis
 import jax
 import pytest
 from jax._src import compiler
-from jax._src.interpreters import mlir
 
 from experiments import _quick
 
@@ -51,14 +49,10 @@ def quick_options(*args: Any, env_options_overrides: dict[str, Any] | None = Non
 compiler.get_compile_options = quick_options
 
 
-# A context of MLIR takes 5 ms to make, longer than a small program to lower: the programs of a test are lowered in one, but
-# for those that are lowered within another's lowering.
-make_ir_context = mlir.make_ir_context
-of_the_test = functools.cache(make_ir_context)
-mlir.make_ir_context = lambda: of_the_test() if mlir.ir.Context.current is None else make_ir_context()
+forget_context = _quick.lower_in_one_context()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    of_the_test.cache_clear()
+    forget_context()
     of_bits = item.path.stem in OF_BITS or item.get_closest_marker("of_bits") is not None
     jax.config.update("jax_disable_most_optimizations", not of_bits)

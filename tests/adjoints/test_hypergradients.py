@@ -119,7 +119,7 @@ def plain_outputs(hypers: dict[str, Any]) -> Any:
 def evaluate_plain(form: str, dtype: str) -> Any:
     function = lambda hypers: probe(*plain_outputs(hypers))  # noqa: E731
     with jax.enable_x64(dtype == "float64"):
-        return jax.tree.map(np.asarray, jax.grad(function)(hypers_of(form, dtype)))
+        return jax.tree.map(np.asarray, jax.jit(jax.grad(function))(hypers_of(form, dtype)))
 
 
 def assert_close(got: Any, expected: Any, tolerance: float) -> None:

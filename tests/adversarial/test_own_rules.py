@@ -43,7 +43,7 @@ def test_leaves_may_read_other_links(bias: str) -> None:
             params = {bias: jnp.zeros(2), "w": jnp.asarray(MATRIX)}
             return loss(hg.train(loss, params, MatrixRule(**h), hg.full_batch(0.0), steps=8, adjoint=adjoint).params, 0, 0)
 
-        return jax.grad(f)({"rate": 0.5, "m": 0.9, "r": 0.5})
+        return jax.jit(jax.grad(f))({"rate": 0.5, "m": 0.9, "r": 0.5})
 
     with jax.enable_x64(True):
         ours, stored = gradient(hg.Reversible(capacity=4)), gradient(hg.Unrolled())

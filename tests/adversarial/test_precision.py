@@ -177,8 +177,9 @@ def test_a_state_that_no_run_makes_is_used_as_the_formula_says() -> None:
         given = {"mean": full(0.1), "square": full(1e-6)}
         made = hg.train(loss, start, hg.Adam(0.01), hg.stacked(data[:8]), state=given)
         w, m, s = start, full(0.1), full(1e-6)
+        gradient = jax.jit(jax.grad(loss))
         for t in range(8):
-            g = jax.grad(loss)(w, None, data[t])
+            g = gradient(w, None, data[t])
             m = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, m, g)
             s = jax.tree.map(lambda s, g: b2 * s + (1 - b2) * g * g, s, g)
             c1, c2 = 1 - b1 ** (t + 1), 1 - b2 ** (t + 1)

@@ -13,6 +13,7 @@ from covering import every_value, long
 from tiny import fails, fails_compiled
 
 import hypergrad as hg
+from experiments import _quick
 from hypergrad.optimizers import Link
 from hypergrad.optimizers.chain import Optimizer
 
@@ -265,6 +266,8 @@ def test_statistics_of_the_parameters_themselves_are_differentiated(optimizer: O
             return jnp.sum(run.statistics)
 
         at = jnp.array([0.1, 0.2, 0.7]), jnp.array(1.5)
-        ours, stored = (jax.grad(end, argnums=(0, 1))(*at, adjoint) for adjoint in (hg.Reversible(), hg.Unrolled()))
+        ours = jax.grad(end, argnums=(0, 1))(*at, hg.Reversible())
+        oracle = jax.grad(lambda *at: end(*at, hg.Unrolled()), argnums=(0, 1))
+        stored = jax.jit(oracle, compiler_options=_quick.OPTIONS)(*at)  # it need not have the bits of anything
     for x, y in zip(ours, stored, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-9 if wide else 1e-4)
