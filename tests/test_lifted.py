@@ -69,7 +69,7 @@ def test_a_report_inside_of_a_users_loop_is_called_back() -> None:
     assert ledger.failure is None
 
 
-@pytest.mark.parametrize("around", [lambda f: f, long(called), batched, looped])
+@pytest.mark.parametrize("around", [lambda f: f, long(called), batched, long(looped)])
 def test_a_run_that_fails_is_told_wherever_it_stands(around: Any) -> None:
     with pytest.raises(hg.RangeError, match="left the range"):
         hg.optimize(around(trainer(8)), val_fn, {"learning_rate": 1e30}, meta_steps=1)

@@ -1,13 +1,14 @@
 """Records: any step of a finished training, bit for bit, and what follows from there."""
 
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import long, some_of
+from covering import long
 from recorded import NET, OPTIMIZERS, RATES, SEGMENT, STEPS, assert_same, drawn, numbers, options
 from tiny import fails
 
@@ -16,19 +17,24 @@ from hypergrad._record import Record
 from hypergrad.run import cuts
 
 
+def compiled_fully(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Each of them as users compile; the short form has one, compiled quickly."""
+    full = [pytest.param(name, marks=(pytest.mark.long, pytest.mark.of_bits), id=f"{name}, fully") for name in names]
+    return pytest.mark.parametrize("name", ["sgd", *full])
+
+
 @pytest.fixture(autouse=True)
 def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuts, "STORED", SEGMENT)
 
 
-@pytest.mark.of_bits
-@some_of("name", OPTIMIZERS, "sgd")
+@compiled_fully(OPTIMIZERS)
 def test_every_step_is_that_of_a_run_that_ends_there(name: str, tmp_path: pathlib.Path) -> None:
     record = hg.record(**options(name), folder=tmp_path)
     assert_same(numbers(record.trained), numbers(hg.train(**options(name))))
     walked = dict(record.steps(0, STEPS))
     assert list(walked) == list(range(STEPS, -1, -1))
-    for step in (SEGMENT - 1, SEGMENT, 2 * SEGMENT + 1):
+    for step in (SEGMENT, 2 * SEGMENT + 1):
         expected = hg.train(**options(name, step))
         assert_same(numbers(record.rewind(step)), numbers(expected))
         assert_same(numbers(walked[step]), numbers(expected))
@@ -83,8 +89,7 @@ def test_statistics_are_gone_back_on_too(tmp_path: pathlib.Path) -> None:
     assert_same(record.rewind(6).statistics, expected.statistics)
 
 
-@pytest.mark.of_bits
-@some_of("name", ["sgd", "adam"], "sgd")
+@compiled_fully(["sgd", "adam"])
 def test_hypergradients_of_several_functions_without_training_again(name: str, tmp_path: pathlib.Path) -> None:
     record, given = hg.record(**options(name), folder=tmp_path), options(name)
     for function in (lambda run: NET.value(run.params), lambda run: jnp.sum(run.losses) + jnp.sum(run.params["w1"])):

@@ -190,7 +190,6 @@ def test_a_budget_is_kept_to() -> None:
     assert bytes_of(4000, budget) < budget + 4000 * 8 * 40, "beside it, what a step must know: rows of the schedules"
 
 
-@pytest.mark.of_bits
 def test_the_smallest_budget_works() -> None:
     optimizer, steps = hg.SGD(0.1, 0.02), 200
     with fails(ValueError, "too little") as caught:
@@ -203,7 +202,6 @@ def test_the_smallest_budget_works() -> None:
     np.testing.assert_array_equal(found["w"], expected["w"])
 
 
-@pytest.mark.of_bits
 def test_decays_that_are_traced_need_the_capacity_that_the_error_names() -> None:
     def gradient(capacity: int | None) -> Any:
         adjoint = hg.Reversible(memory_budget=1000, capacity=capacity)

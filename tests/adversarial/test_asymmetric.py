@@ -210,6 +210,12 @@ def test_an_asymmetry_that_no_program_foretold_is_found(monkeypatch: pytest.Monk
     with pytest.raises(hg.HypergradError, match=r"not symmetric: J u and J\^T u differ by .*hg.Unrolled"):
         hg.check_reversal(*arguments, theta=0.7, steps=4)
 
+
+@pytest.mark.long
+def test_a_diagnosis_finds_it_too(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
+    monkeypatch.setattr(_trace, "_symmetric", lambda jaxpr: True)
+    arguments = (REVERSED, inputs()["params"], hg.SGD(0.3, 0.75), BATCHES)
+
     def train_fn(h: Any, key: Any) -> Any:
         return hg.train(*arguments, theta=h["theta"], steps=4).params
 

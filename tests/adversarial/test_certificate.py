@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import every_value, long
+from covering import every_value, long, some_of
 
 import hypergrad as hg
 from hypergrad import _programs as programs
@@ -51,7 +51,7 @@ def test_no_number_of_a_run_that_failed(name: str, compile: Any) -> None:
     assert gradient.dtype == THETAS[name].dtype and jnp.isnan(gradient)
 
 
-@pytest.mark.parametrize("name", list(THETAS))
+@some_of("name", THETAS, "bfloat16", "complex64")
 def test_it_raises_from_compiled_code(name: str) -> None:
     def f(theta: Any) -> Any:
         return jnp.sum(hg.train(loss, W, hg.SGD(0.1, 0.5), changing(), theta=theta, steps=4).params)

@@ -98,7 +98,8 @@ def inputs(name: str) -> dict[str, Any]:
 
 @functools.cache
 def expected(name: str) -> Any:
-    return jax.grad(lambda i: value(i, name, isolate=True, driver="scan"))(inputs(name))
+    gradient = jax.grad(lambda i: value(i, name, isolate=True, driver="scan"))
+    return jax.jit(gradient, compiler_options=_quick.OPTIONS)(inputs(name))
 
 
 def assert_close(ours: Any, theirs: Any) -> None:

@@ -58,10 +58,10 @@ def test_it_is_the_published_rule() -> None:
     rule = hg.norm_constraint(hg.KFLR(rate, damping, least, least, l2), bound)
     run = hg.train(net.loss, net.params, rule, hg.full_batch(net.batch), steps=5)
     params, factors, gradient = net.params, [], jax.jit(jax.grad(net.loss))
+    free, batch = hg.KFLR(1.0, damping, least, least, l2), hg.full_batch(net.batch)
+    step = jax.jit(lambda params: hg.train(net.loss, params, free, batch, steps=1).params)
     for _ in range(5):
-        free = hg.KFLR(1.0, damping, least, least, l2)
-        ahead = hg.train(net.loss, params, free, hg.full_batch(net.batch), steps=1).params
-        divided = jax.tree.map(jnp.subtract, params, ahead)
+        divided = jax.tree.map(jnp.subtract, params, step(params))
         g = jax.tree.map(lambda g, w: g + l2 * w, gradient(params, None, net.batch), params)
         square = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(divided), jax.tree.leaves(g), strict=True))
         factors.append(min(1.0, bound / float(rate * jnp.sqrt(square))))

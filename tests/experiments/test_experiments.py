@@ -31,7 +31,7 @@ from experiments.benchmarks import optimizer_family, rules
 
 
 def test_quickstart_learns_and_records(tmp_path, capsys):
-    config = quickstart.Config(meta_steps=2, steps=4, hidden=(4, 3), report_seeds=2, out=tmp_path)
+    config = quickstart.Config(meta_steps=2, steps=4, hidden=(4,), report_seeds=2, out=tmp_path)
     numbers = quickstart.main(config)
     printed = capsys.readouterr().out
     assert numbers["certificate"]["exact"] and "reversal exact" in printed

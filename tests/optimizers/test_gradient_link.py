@@ -94,7 +94,6 @@ def test_the_bits_are_those_of_theory(rule: Optimizer, bits: float) -> None:
     np.testing.assert_allclose(proof.bits_per_parameter_step, bits, rtol=0.02, atol=48 / steps)
 
 
-@pytest.mark.of_bits
 @pytest.mark.parametrize(
     ("rule", "steps"),
     [(hg.Nesterov, 1), long(hg.Lion, 3), long(hg.ScheduleFreeAdamW, 1), long(hg.ScheduleFreeAdamW, 200)],

@@ -113,7 +113,8 @@ def test_what_is_isolated() -> None:
 
 @pytest.mark.of_bits
 @pytest.mark.parametrize(
-    "optimizer", [Both(), long(Read()), long(Scalar()), hg.Adam(0.01), long(hg.AdamW(0.01, eps=jnp.full((3, 4), 1e-3)))]
+    "optimizer",
+    [long(Both()), long(Read()), long(Scalar()), hg.Adam(0.01), long(hg.AdamW(0.01, eps=jnp.full((3, 4), 1e-3)))],
 )
 def test_either_way_comes_back(optimizer: Optimizer) -> None:
     """In the open on the way out, behind a branch beside the derivative: the same bits, and the certificate of a run."""

@@ -47,7 +47,7 @@ def value(rule: Any, shape: Any, dtype: Any, steps: int, adjoint: Any, rate: Any
 @pytest.mark.parametrize(
     ("shape", "dtype", "mode"),
     [
-        ((1, 1), jnp.float32, "jit"),
+        long((1, 1), jnp.float32, "jit"),
         long((1, 1), jnp.float64, "jit"),
         *(long((3, 5), dtype, mode) for dtype in (jnp.float32, jnp.float64) for mode in ("jit", "vmap")),
         long((3, 5), jnp.float64, "host"),

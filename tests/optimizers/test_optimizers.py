@@ -40,7 +40,7 @@ INVERTIBLE = {
 
 
 @pytest.mark.of_bits
-@some_of("name", INVERTIBLE, "SGD", "Adam", "Adagrad")
+@some_of("name", INVERTIBLE, "Adam", "Adagrad")
 def test_every_step_has_an_inverse(name: str) -> None:
     params = {"matrix": jnp.zeros((3, 2)), "vector": jnp.zeros(2)}
     hg.testing.check_inverse(INVERTIBLE[name](), params, steps=FEW)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import every_value, long
+from covering import long, some_of
 from tiny import fails, fails_compiled
 
 import hypergrad as hg
@@ -244,8 +244,8 @@ def test_the_name_is_taken() -> None:
 
 
 @pytest.mark.of_bits
-@every_value("optimizer, wide", [hg.SGD(0.05), hg.Adam(0.05)], [False, True])
-def test_statistics_of_the_parameters_themselves_are_differentiated(optimizer: Optimizer, wide: bool) -> None:
+@some_of(("optimizer", "wide"), list(itertools.product(["SGD", "Adam"], [False, True])), ("SGD", False))
+def test_statistics_of_the_parameters_themselves_are_differentiated(optimizer: str, wide: bool) -> None:
     """What the derivative of the evidence adds must not change how the gradient is rounded beside it."""
     with jax.enable_x64(wide):
 
@@ -256,7 +256,7 @@ def test_statistics_of_the_parameters_themselves_are_differentiated(optimizer: O
             run = hg.train(
                 loss,
                 w,
-                optimizer,
+                getattr(hg, optimizer)(0.05),
                 hg.full_batch(jnp.zeros(1)),
                 theta=theta,
                 steps=60,
