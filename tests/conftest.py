@@ -52,6 +52,9 @@ compiler.get_compile_options = quick_options
 forget_context = _quick.lower_in_one_context()
 
 
+jax.config.update("jax_disable_most_optimizations", True)  # for what modules compute when they are collected
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     forget_context()
     of_bits = item.path.stem in OF_BITS or item.get_closest_marker("of_bits") is not None

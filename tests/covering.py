@@ -18,6 +18,13 @@ def some_of(name: str | tuple[str, ...], values: Iterable[Any], *short: Any, **o
     return pytest.mark.parametrize(name, cases, **options)
 
 
+def of_bits(name: str | tuple[str, ...], values: Iterable[Any], short: Any) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` over the values, compiled as users do; the short form has one, compiled quickly."""
+    marks = (pytest.mark.long, pytest.mark.of_bits)
+    full = [pytest.param(*(x if isinstance(name, tuple) else (x,)), marks=marks) for x in values]
+    return pytest.mark.parametrize(name, [short, *full])
+
+
 def every_value(names: str, *values: Iterable[Any], indirect: Any = False) -> pytest.MarkDecorator:
     """`pytest.mark.parametrize` over combinations of the values of each name, as "a, b, c": of which the short form has so
     many that each value is in one."""

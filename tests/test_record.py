@@ -1,14 +1,13 @@
 """Records: any step of a finished training, bit for bit, and what follows from there."""
 
 import pathlib
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import long
+from covering import long, of_bits
 from recorded import NET, OPTIMIZERS, RATES, SEGMENT, STEPS, assert_same, drawn, numbers, options
 from tiny import fails
 
@@ -17,18 +16,12 @@ from hypergrad._record import Record
 from hypergrad.run import cuts
 
 
-def compiled_fully(names: Iterable[str]) -> pytest.MarkDecorator:
-    """Each of them as users compile; the short form has one, compiled quickly."""
-    full = [pytest.param(name, marks=(pytest.mark.long, pytest.mark.of_bits), id=f"{name}, fully") for name in names]
-    return pytest.mark.parametrize("name", ["sgd", *full])
-
-
 @pytest.fixture(autouse=True)
 def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuts, "STORED", SEGMENT)
 
 
-@compiled_fully(OPTIMIZERS)
+@of_bits("name", OPTIMIZERS, "sgd")
 def test_every_step_is_that_of_a_run_that_ends_there(name: str, tmp_path: pathlib.Path) -> None:
     record = hg.record(**options(name), folder=tmp_path)
     assert_same(numbers(record.trained), numbers(hg.train(**options(name))))
@@ -43,8 +36,7 @@ def test_every_step_is_that_of_a_run_that_ends_there(name: str, tmp_path: pathli
     assert_same(walked[0].params, NET.params())
 
 
-@pytest.mark.of_bits
-@pytest.mark.parametrize("states, at", [long(1, [4]), (2, [4, 8]), long(9, [4, 8])])
+@of_bits(("states", "at"), [(1, [4]), (2, [4, 8]), (9, [4, 8])], (2, [4, 8]))
 def test_with_states_kept_on_the_way_only_what_follows_a_step_is_undone(
     states: int, at: list[int], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +81,7 @@ def test_statistics_are_gone_back_on_too(tmp_path: pathlib.Path) -> None:
     assert_same(record.rewind(6).statistics, expected.statistics)
 
 
-@compiled_fully(["sgd", "adam"])
+@of_bits("name", ["sgd", "adam"], "sgd")
 def test_hypergradients_of_several_functions_without_training_again(name: str, tmp_path: pathlib.Path) -> None:
     record, given = hg.record(**options(name), folder=tmp_path), options(name)
     for function in (lambda run: NET.value(run.params), lambda run: jnp.sum(run.losses) + jnp.sum(run.params["w1"])):

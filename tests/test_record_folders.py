@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,12 +36,23 @@ OTHERS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, pathlib.Path]:
+    """By their `states_budget`: folders to copy."""
+    folders = {budget: tmp_path_factory.mktemp("recorded") / "run" for budget in (None, "1MiB")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuts, "STORED", SEGMENT)
+        for budget, folder in folders.items():
+            hg.record(**options(), folder=folder, states_budget=budget)
+    return folders
+
+
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_record_of_another_run_is_refused_by_what_differs(name: str, tmp_path: pathlib.Path) -> None:
+def test_the_record_of_another_run_is_refused_by_what_differs(name: str, recorded: Any, tmp_path: pathlib.Path) -> None:
     other, fragment = OTHERS[name]
-    hg.record(**options(), folder=tmp_path)
+    folder = shutil.copytree(recorded[None], tmp_path / "run")
     with fails(ValueError, "is of another run", fragment, "record in another folder"):
-        hg.record(**options() | other(), folder=tmp_path)
+        hg.record(**options() | other(), folder=folder)
 
 
 def test_a_record_from_elsewhere_is_opened_with_a_warning(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,13 +98,13 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_record_is_an_error_by_the_file(name: str, tmp_path: pathlib.Path) -> None:
+def test_a_damaged_record_is_an_error_by_the_file(name: str, recorded: Any, tmp_path: pathlib.Path) -> None:
     pattern, damage, fragment = DAMAGE[name]
-    hg.record(**options(), folder=tmp_path, states_budget="1MiB" if pattern.startswith("state") else None)
-    (path,) = tmp_path.glob(pattern)
+    folder = shutil.copytree(recorded["1MiB" if pattern.startswith("state") else None], tmp_path / "run")
+    (path,) = folder.glob(pattern)
     damage(path)
     with fails(hg.StorageError, str(path.parent), fragment):
-        hg.record(**options(), folder=tmp_path).rewind(0)
+        hg.record(**options(), folder=folder).rewind(0)
 
 
 def test_an_end_that_was_edited_is_told(tmp_path: pathlib.Path) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import long, some_of
+from covering import long, of_bits, some_of
 from problems import network
 from tiny import BATCHES, PARAMS, fails, final, loss
 
@@ -64,8 +64,7 @@ def gradients(name: str, adjoint: Any, dtype: Any = jnp.float32) -> list[Any]:
     return jax.tree.leaves(jax.grad(lambda a: value(*a, adjoint, dtype))(arrays))
 
 
-@pytest.mark.of_bits
-@some_of("where", CUTS, "two levels")
+@of_bits("where", CUTS, "two levels")
 def test_its_bits_are_those_of_the_whole_run(where: str, by_hand: Any) -> None:
     for x, y in zip(gradients("sgd", by_hand(*CUTS[where])), gradients("sgd", hg.Reversible()), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -115,7 +114,6 @@ def test_running_statistics_and_values_per_step_of_theta(by_hand: Any) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.of_bits
 @some_of("level", ["one", "two levels"], "one")
 def test_a_replay_that_ends_elsewhere_is_found(level: str, by_hand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     adjoint, honest = by_hand(*CUTS[level]), segments.forward

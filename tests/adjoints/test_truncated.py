@@ -65,7 +65,6 @@ def test_the_status_says_what_is_left_out() -> None:
     assert runs[1].status.approximate == ()
 
 
-@pytest.mark.of_bits
 def test_it_is_certified_at_its_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
     from hypergrad.exact import Fixed
 

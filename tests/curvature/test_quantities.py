@@ -191,7 +191,7 @@ def test_softmax_regression_at_zero_weights_is_a_product() -> None:
         ("softmax_cross_entropy", "rows"),
         long("sigmoid_cross_entropy", "like"),
         long("squared_error", "like"),
-        ("poisson", "like"),
+        long("poisson", "like"),
     ],
 )
 def test_declared_likelihoods(name: str, targets: str) -> None:

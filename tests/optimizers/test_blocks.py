@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import long, some_of
+from covering import long, of_bits, some_of
 from matrix_rules import BRANCHING, Muon, PerExample, Shampoo, Whitened
 
 import hypergrad as hg
@@ -56,8 +56,7 @@ def assert_agree(optimizer: Any, function: Any = loss, tolerance: float = 1e-9, 
 MATRICES = {"b": "rest", "k": "matrix", "w": "matrix"}
 
 
-@pytest.mark.of_bits
-@some_of("name", BRANCHING, "odd")
+@of_bits("name", BRANCHING, "odd")
 def test_a_rule_may_tell_leaves_apart(name: str) -> None:
     assert_agree(BRANCHING[name]())
 

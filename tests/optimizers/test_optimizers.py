@@ -79,7 +79,7 @@ OPTAX = {
 }
 
 
-@some_of("name", OPTAX, *(name for name in OPTAX if name != "Adam"))
+@some_of("name", OPTAX, *(name for name in OPTAX if name not in ("Adam", "HeavyBall")))
 def test_training_is_that_of_optax(name: str) -> None:
     """Up to the rounding of decays, 2^-17, and of floats."""
     ours, theirs = OPTAX[name]
@@ -227,7 +227,6 @@ def test_adaptive_training_runs_backwards_in_float32(name: str, kind: str) -> No
 @some_of(
     ("name", "eps"),
     list(itertools.product(("Adam", "AdamW", "RMSProp", "Adagrad"), (1e-8, 1e-30))),
-    ("Adam", 1e-8),
     ("Adagrad", 1e-30),
 )
 def test_a_weight_without_gradient_stays_and_harms_nothing(name: str, eps: float) -> None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import some_of
+from covering import every_value, some_of
 from tiny import PARAMS, fails, final
 
 import hypergrad as hg
@@ -49,8 +49,7 @@ def test_the_hypergradient_is_that_of_the_device(name: str, tmp_path: pathlib.Pa
     np.testing.assert_array_equal(gradient(hg.Disk(tmp_path), **options), gradient("device", **options))
 
 
-@pytest.mark.parametrize("bad", [0, 5, 11])
-@pytest.mark.parametrize("place", ["host", "disk"])
+@every_value("place, bad", ["host", "disk"], [0, 5, 11])
 def test_the_step_at_which_a_run_fails_is_that_of_the_run_and_not_of_a_segment(
     place: str, bad: int, tmp_path: pathlib.Path
 ) -> None:
