@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import long, of_bits
+from covering import of_bits
 from recorded import NET, OPTIMIZERS, RATES, SEGMENT, STEPS, assert_same, drawn, numbers, options
 from tiny import fails
 
