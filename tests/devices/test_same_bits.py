@@ -28,7 +28,7 @@ RUNS: list[Any] = [
     ["Sophia", False, 16, "jit", (1, 8)],
     ["SGD", False, None, "jit", (1, 8)],  # without microbatches the bits are others: it would show
 ]
-SHORT: list[Any] = [["SGD", True, 16, "jit", (1, 4)]]
+SHORT: list[Any] = [["SGD", False, 16, "jit", (1, 4)]]
 
 
 @pytest.mark.of_bits
