@@ -21,7 +21,7 @@ def some_of(name: str | tuple[str, ...], values: Iterable[Any], *short: Any, **o
 def of_bits(name: str | tuple[str, ...], values: Iterable[Any], short: Any) -> pytest.MarkDecorator:
     """`pytest.mark.parametrize` over the values, compiled as users do; the short form has one, compiled quickly."""
     marks = (pytest.mark.long, pytest.mark.of_bits)
-    full = [pytest.param(*(x if isinstance(name, tuple) else (x,)), marks=marks) for x in values]
+    full = [pytest.param(*(x if isinstance(name, tuple) else (x,)), marks=marks, id=f"{x}, fully") for x in values]
     return pytest.mark.parametrize(name, [short, *full])
 
 
