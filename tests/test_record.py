@@ -27,7 +27,7 @@ def test_every_step_is_that_of_a_run_that_ends_there(name: str, tmp_path: pathli
     assert_same(numbers(record.trained), numbers(hg.train(**options(name))))
     walked = dict(record.steps(0, STEPS))
     assert list(walked) == list(range(STEPS, -1, -1))
-    for step in (SEGMENT, 2 * SEGMENT + 1):
+    for step in (SEGMENT - 1, SEGMENT, 2 * SEGMENT + 1):
         expected = hg.train(**options(name, step))
         assert_same(numbers(record.rewind(step)), numbers(expected))
         assert_same(numbers(walked[step]), numbers(expected))

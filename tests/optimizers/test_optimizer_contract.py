@@ -156,6 +156,7 @@ class Distance(Base):
     )
 
 
+@pytest.mark.of_bits
 def test_what_is_read_may_enter_a_sum() -> None:
     """Beside derivatives, too: `check_reversal` goes back once with them."""
     loss = lambda w, _, batch: jnp.sum(jnp.sin(w - batch) ** 2)  # noqa: E731
