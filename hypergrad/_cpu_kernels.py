@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, primitives
+from jax.extend.core import Jaxpr, Literal, Primitive, primitives
 from jax.interpreters import ad, batching, mlir
 
 from hypergrad._program_keys import programs_in
+from hypergrad._rewritten import rewritten
 
 
 _KERNELS = {
@@ -48,8 +49,7 @@ def careful_kernels(jaxpr: Jaxpr) -> Jaxpr:
     """A program that computes the same: large batches one matrix after the other, transforms of arrays that lie by rows."""
     if jax.default_backend() != "cpu":
         return jaxpr
-    found = [_equation(e, jaxpr) for e in jaxpr.eqns]
-    return jaxpr if _same(found, jaxpr.eqns) else jaxpr.replace(eqns=found)
+    return rewritten(jaxpr, _equation)
 
 
 def _equation(e: Any, jaxpr: Jaxpr) -> Any:
@@ -59,25 +59,7 @@ def _equation(e: Any, jaxpr: Jaxpr) -> Any:
         return e.replace(primitive=_careful, invars=variables, params={"alone": alone})
     if e.primitive is _careful or e.primitive.name == "shard_map":  # the second: a program for each device
         return e
-    found = [_inside(x) for x in e.params.values()]
-    return e if _same(found, e.params.values()) else e.replace(params=dict(zip(e.params, found, strict=True)))
-
-
-def _inside(value: Any) -> Any:
-    """The same for the programs that a parameter of an equation holds."""
-    if isinstance(value, ClosedJaxpr):
-        inner = careful_kernels(value.jaxpr)
-        return value if inner is value.jaxpr else value.replace(jaxpr=inner)
-    if isinstance(value, Jaxpr):
-        return careful_kernels(value)
-    if isinstance(value, tuple):
-        found = [_inside(x) for x in value]
-        return value if _same(found, value) else type(value)(*found) if hasattr(value, "_fields") else tuple(found)
-    return value
-
-
-def _same(found: list[Any], given: Any) -> bool:
-    return all(x is y for x, y in zip(found, given, strict=True))
+    return None
 
 
 def carefully(function: Callable[..., Any]) -> Callable[..., Any]:

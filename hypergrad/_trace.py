@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr
 from hypergrad import _door as door
 from hypergrad import _programs as programs
 from hypergrad._closures import name_in, name_of
-from hypergrad._cpu_kernels import careful_kernels
+from hypergrad._mended import mended
 from hypergrad._microbatches import part_of, reject_on_mesh, without_mesh
 from hypergrad._own_rules import is_float, own_rule
 from hypergrad._problem import Problem
@@ -73,7 +73,7 @@ def trace(problem: Problem) -> Traced:
     found = reads_of(program, sizes, [own or at_once for own in per_step], captured)
     functions = Functions(
         source.batch,
-        Program(careful_kernels(found.loss.jaxpr), program.key, program.out),
+        Program(mended(found.loss.jaxpr), program.key, program.out),
         captured,
         StepTheta((*per_step, *[False] * sum(captured)), found.reads, found.indices),
         rules_of(problem.loss, program, constants, arguments),
@@ -141,7 +141,7 @@ def _signals(
                 "a signal of the optimizer reads a traced value from outside, whose derivative would be lost. Make it a "
                 "part of theta, or of the parameters."
             )
-    return Signals(tuple(signals), Program(careful_kernels(program.jaxpr), program.key, program.out), tuple(places)), rest
+    return Signals(tuple(signals), Program(mended(program.jaxpr), program.key, program.out), tuple(places)), rest
 
 
 def _paths(name: str, tree: Any, chosen: Callable[[Any], bool]) -> list[str]:

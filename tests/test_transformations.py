@@ -222,8 +222,9 @@ def test_a_run_resumed_is_one_run(dtype: str, tolerance: float) -> None:
         np.testing.assert_allclose(x, y, atol=tolerance)
 
 
-@pytest.mark.of_bits
 def test_typed_and_legacy_keys_draw_the_same_batches() -> None:
-    typed, legacy = jax.random.key(3), jax.random.PRNGKey(3)
-    results = [jax.jit(value_and_gradients)(jnp.float32(0.3), jnp.float32(0.9), key) for key in (typed, legacy)]
-    jax.tree.map(np.testing.assert_array_equal, *results)
+    """To rounding: they are two programs. Other batches are far away."""
+    typed, legacy, other = jax.random.key(3), jax.random.PRNGKey(3), jax.random.key(4)
+    results = [jax.jit(value_and_gradients)(jnp.float32(0.3), jnp.float32(0.9), key) for key in (typed, legacy, other)]
+    assert_close(*results[:2])
+    assert abs(results[2][0] / results[0][0] - 1) > 1e-3

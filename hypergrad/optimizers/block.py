@@ -19,8 +19,8 @@ from jax import Array
 from jax.extend.core import Jaxpr
 
 from hypergrad._bounds import lowest
-from hypergrad._cpu_kernels import carefully
 from hypergrad._isolation import only_products
+from hypergrad._mended import mending
 from hypergrad._placement import may_be_divided
 from hypergrad.exact import DEFERRED, DEFERRED_REFERENCE, HEADS, REFERENCE, Buffer, default_fraction_bits, known_numerator
 from hypergrad.optimizers.chain import GRADIENT, PARAMS, STATISTICS, Link, View, foreign
@@ -97,7 +97,7 @@ class Block:
         def function(h: Hypers, z: Floats, *signal: Any) -> Array:
             return rule(View(h, link.name), View(z, link.name), *signal)
 
-        return function(h, z, *signal) if self.entrywise else carefully(function)(h, z, *signal)
+        return mending(function)(h, z, *signal)
 
     def traced(self, link: Link, h: Hypers, z: Floats) -> Jaxpr:
         """The increment of a link as a program of the leaves of (h, what it may read, g)."""

@@ -15,6 +15,7 @@ from jax import Array
 
 from hypergrad import _programs as programs
 from hypergrad._isolation import barrier, isolated, wanting
+from hypergrad._mended import mending
 from hypergrad.batches import HostBatches
 from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import GRADIENT, STATISTICS
@@ -144,7 +145,7 @@ class Run(InSegments):
         every adjoint. z: of each, the new values of the links that are `early`."""
         g = [x.astype(block.dtype) for x, block in zip(g, self.of_parameters, strict=True)]
         for transform in self.transforms:
-            g = transform(h, w, g, z)
+            g = mending(transform.__call__)(h, w, g, z)
         return g
 
     def indices(self, t: Array, theta: list[Array], frozen: Frozen, batch: list[Any]) -> list[list[Array]]:

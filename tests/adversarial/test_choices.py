@@ -1,0 +1,116 @@
+"""The derivative of a maximum is that of the larger argument, though XLA computes what it compares twice and rounds it
+otherwise: in losses, rules and transformations, and what JAX gives where arguments are equal or none."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hypergrad as hg
+from hypergrad._choices import JAX_COMPARES_BITS
+from hypergrad._mended import mending
+from hypergrad._program_keys import contains
+from hypergrad.optimizers import Link, Optimizer
+
+
+RNG = np.random.default_rng(0)
+W, MIXED = RNG.normal(size=(64, 33)), RNG.normal(size=(33, 5))
+OF_TWO: dict[str, Callable[[Any, Any], Any]] = {"maximum": jnp.maximum, "minimum": jnp.minimum}
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def long_side(x: jax.Array) -> jax.Array:
+    """hypot has a maximum of its arguments, the first of which XLA rounds once or twice."""
+    return jnp.hypot(1 + x * x, jax.scipy.special.erf(x)) @ MIXED
+
+
+def loss(w: jax.Array, theta: Any, _: Any) -> jax.Array:
+    return theta * jnp.mean(long_side(w) ** 2)
+
+
+def trained(theta: Any, adjoint: Any = None) -> jax.Array:
+    run = hg.train(loss, jnp.asarray(W), hg.SGD(0.05, 0.5), hg.full_batch(None), theta=theta, steps=3, adjoint=adjoint)
+    return run.params
+
+
+@pytest.mark.of_bits
+def test_training_follows_the_gradient() -> None:
+    """As it is one operation at a time. Compiled by JAX 0.10.2 for most processors, every ninth entry is wrong by half."""
+    run = hg.train(loss, jnp.asarray(W), hg.SGD(2.0, 0.5), hg.full_batch(None), theta=1.0, steps=1)
+    np.testing.assert_allclose(W - run.params, jax.grad(loss)(jnp.asarray(W), 1.0, None), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("adjoint", [hg.Reversible(), hg.Unrolled()], ids=["reversible", "unrolled"])
+def test_the_derivative_is_the_difference(adjoint: Any) -> None:
+    value = jax.jit(lambda theta: jnp.sum(jnp.sin(trained(theta, adjoint))))
+    found = jax.jit(jax.grad(value))(1.0)
+    np.testing.assert_allclose(found, (value(1 + 1e-5) - value(1 - 1e-5)) / 2e-5, rtol=1e-6)
+
+
+class Longer(Optimizer):
+    rate: Any
+    momentum: Any = 0.5
+    chain = (
+        Link("momentum", lambda h, z, g: g, decay="momentum"),
+        Link("params", lambda h, z: -h.rate * (long_side(z.momentum) @ MIXED.T)),
+    )
+
+
+@pytest.mark.of_bits
+def test_in_a_rule_too() -> None:
+    square = lambda w, theta, _: theta * jnp.sum(w**2) / 2  # noqa: E731
+
+    def value(rate: Any, theta: Any) -> Any:
+        run = hg.train(square, jnp.asarray(W), Longer(rate), hg.full_batch(None), theta=theta, steps=3)
+        return jnp.sum(jnp.sin(run.params))
+
+    at, value = np.array([0.01, 0.7]), jax.jit(value)
+    found = jax.jit(jax.grad(value, argnums=(0, 1)))(*at)
+    differences = [(value(*(at + 1e-6 * along)) - value(*(at - 1e-6 * along))) / 2e-6 for along in np.eye(2)]
+    np.testing.assert_allclose(found, differences, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+@pytest.mark.parametrize(("x", "y"), [(1.0, 1.0), (np.nan, 1.0), (1.0, np.nan), (2.0, 1.0), (-1.0, 1.0), (0.0, -0.0)])
+def test_equal_and_missing_arguments_are_shared_as_by_jax(name: str, x: float, y: float) -> None:
+    both = lambda f: jax.value_and_grad(f, argnums=(0, 1))(x, y)  # noqa: E731
+    jax.tree.map(np.testing.assert_array_equal, both(mending(OF_TWO[name])), both(OF_TWO[name]))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_in_loops_branches_and_under_vmap_values_and_derivatives_are_those_of_jax(dtype: str) -> None:
+    def function(x: jax.Array) -> jax.Array:
+        over = lambda carry, row: (jnp.maximum(carry, row * x.dtype.type(0.5)), jnp.minimum(row, carry))  # noqa: E731
+        largest, rows = jax.lax.scan(over, jnp.zeros_like(x[0]), x)
+        chosen = jax.lax.cond(x[0, 0] > 0, lambda x: jnp.clip(x, -1, 1), jnp.negative, x)
+        return jnp.sum(jnp.sin(largest)) + jnp.sum(rows * rows) + jnp.sum(chosen * jnp.maximum(0, x))
+
+    x = jnp.asarray(RNG.normal(size=(3, 4, 5)), dtype)
+    along = lambda f: jax.vmap(lambda x: (f(x), jax.grad(f)(x), jax.jvp(jax.grad(f), (x,), (jnp.cos(x),))[1]))(x)  # noqa: E731
+    close = lambda a, b: np.testing.assert_allclose(*(np.asarray(v, float) for v in (a, b)), rtol=1e-9)  # noqa: E731
+    jax.tree.map(close, jax.jit(along, static_argnums=0)(mending(function)), jax.jit(along, static_argnums=0)(function))
+
+
+def test_what_is_no_maximum_of_floats_stays_as_it_is() -> None:
+    rule = jax.custom_jvp(lambda x: jnp.maximum(x, 0))
+    rule.defjvps(lambda d, _, x: 2 * d)
+    function = lambda x: rule(x) * jnp.maximum(jnp.argmax(x), 2)  # noqa: E731
+    program = jax.make_jaxpr(mending(function))(jnp.ones(3))
+    assert str(program) == str(jax.make_jaxpr(function)(jnp.ones(3)))
+    assert contains(program.jaxpr, "max")
+
+
+@pytest.mark.skipif(not JAX_COMPARES_BITS, reason="JAX's own derivative compares the arguments")
+def test_none_is_left_to_jax() -> None:
+    derivative = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(mending(lambda x: jnp.maximum(x, 0) * jnp.minimum(x, 1))(x))))
+    assert "gt" in str(derivative(jnp.ones(3)))
+    assert " eq " in str(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(jnp.maximum(x, 0))))(jnp.ones(3))), "the test sees them"
