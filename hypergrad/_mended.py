@@ -7,6 +7,7 @@ passed here. What a derivative rule of the user's computes is not seen.
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 from jax.extend.core import Jaxpr
 
@@ -20,11 +21,12 @@ def mended(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def mending(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for a function."""
+    """The same for a function of arrays, and of what else is in its arguments."""
 
     def wrapped(*args: Any) -> Any:
-        closed, out = jax.make_jaxpr(lambda *a: function(*a), return_shape=True)(*args)
-        found = jax.core.eval_jaxpr(mended(closed.jaxpr), closed.consts, *jax.tree.leaves(args))
+        arrays, rest = eqx.partition(args, eqx.is_array)
+        closed, out = jax.make_jaxpr(lambda a: function(*eqx.combine(a, rest)), return_shape=True)(arrays)
+        found = jax.core.eval_jaxpr(mended(closed.jaxpr), closed.consts, *jax.tree.leaves(arrays))
         return jax.tree.unflatten(jax.tree.structure(out), found)
 
     return wrapped

@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr
 from hypergrad import _door as door
 from hypergrad import _programs as programs
 from hypergrad._closures import name_in, name_of
-from hypergrad._mended import mended
+from hypergrad._mended import mended, mending
 from hypergrad._microbatches import part_of, reject_on_mesh, without_mesh
 from hypergrad._own_rules import is_float, own_rule
 from hypergrad._problem import Problem
@@ -121,7 +121,8 @@ def _signals(
     if not (signals := problem.optimizer.signals):
         return None, []
     tree = jax.tree.structure(problem.params)
-    scalar = problem.loss if problem.statistics is None else lambda *a: problem.loss(*a)[0]
+    # Mended here, since signals differentiate it.
+    scalar = mending(problem.loss if problem.statistics is None else lambda *a: problem.loss(*a)[0])
 
     def signalled(w: list[Array], *lists: Any) -> Any:
         *rest, key = lists

@@ -59,8 +59,8 @@ def underflow(
             update = block.increment(link, middle[j], readable(run, j, link, end), filled)
             updates.append(largest([update])[0] / quantum(block, link))
             which.append((j, place))
-    owners = np.asarray([j for j, _ in which])
-    update = jnp.stack(updates)
+    owners = np.asarray([j for j, _ in which], int)
+    update = jnp.asarray(updates, jnp.float32)  # none, where all links see signals
     few = (update < ENOUGH) & (update > 0)  # a learning rate of 0 moves nothing, and means it
     any_few = (few[:, None] & (owners[:, None] == np.arange(len(first)))).any(axis=0)
     counts = few & ((first > 0) & (moved > first / ENOUGH) | (any_few | (found == 0)).all())[owners]

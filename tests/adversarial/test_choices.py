@@ -2,7 +2,7 @@
 otherwise: in losses, rules and transformations, and what JAX gives where arguments are equal or none."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,24 @@ def test_in_a_rule_too() -> None:
     found = jax.jit(jax.grad(value, argnums=(0, 1)))(*at)
     differences = [(value(*(at + 1e-6 * along)) - value(*(at - 1e-6 * along))) / 2e-6 for along in np.eye(2)]
     np.testing.assert_allclose(found, differences, rtol=1e-6)
+
+
+class Again(Optimizer):
+    """None of its links reads the gradient itself."""
+
+    rate: Any
+    momentum: Any = 0.5
+    chain = (
+        Link("momentum", lambda h, z, g: g, decay="momentum", signal="again"),
+        Link("params", lambda h, z: -h.rate * z.momentum),
+    )
+    signals: ClassVar = {"again": lambda loss, params, theta, batch, key: jax.grad(loss)(params, theta, batch)}
+
+
+@pytest.mark.of_bits
+def test_in_a_signal_that_differentiates_the_loss() -> None:
+    run = hg.train(loss, jnp.asarray(W), Again(1.0), hg.full_batch(None), theta=1.0, steps=1)
+    np.testing.assert_allclose(W - run.params, jax.grad(loss)(jnp.asarray(W), 1.0, None), rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", OF_TWO)
