@@ -5,17 +5,18 @@
 References are optax's, and for rules that it does not have, plain ones from the papers (`reference_rules`), both with decays
 as they are rounded here. Rules with a gradient link have one of 16 bits: what is 2^-16 of it then is not in the originals,
 nor is what the link of held roots keeps of the roots before. Largest |ours - theirs| / theirs of the training losses of all
-steps, float64, where the grid alone differs, and float32, where rounding does too; the last column is what float32 makes of
-the reference itself, whose first parameters are moved by a rounding.
+steps: in float64, where the grid alone differs, and in float32, where rounding does too; and what rounding does to each of
+the two, beside the reference in float64.
 """
 
 import argparse
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 from jax import Array
@@ -96,22 +97,36 @@ def by_optax(rule: optax.GradientTransformation, params: Any, batches: Any, step
     return jax.jit(lambda: jax.lax.scan(step, start, jnp.arange(steps, dtype=jnp.int32))[1])()
 
 
-def differences(member: Member, data: _data.Data, hidden: tuple[int, ...], steps: int, dtype: Any) -> tuple[float, ...]:
-    """Largest relative differences of the losses: ours beside the reference, and that beside itself from a start that is
-    moved by a rounding."""
-    with jax.enable_x64(dtype == jnp.float64):
-        x, y = jnp.asarray(data.train.x, dtype), jnp.asarray(data.train.y)
-        sizes = (x.shape[1], *hidden, 10)
+def losses(member: Member, data: _data.Data, hidden: tuple[int, ...], steps: int, dtype: Any) -> tuple[Any, Any]:
+    """Ours and the reference's, from the same start in float32, on the same images: NumPy [steps] each."""
+    with jax.enable_x64(False):
+        sizes = (data.train.x.shape[1], *hidden, 10)
         scale = {f"layer_{i + 1}": {"weights": n**-0.5, "biases": 0.0} for i, n in enumerate(sizes[:-1])}
-        params = jax.tree.map(lambda w: w.astype(dtype), _models.init_mlp(jax.random.key(0), sizes, scale))
+        start = jax.tree.map(np.asarray, _models.init_mlp(jax.random.key(0), sizes, scale))
+    with jax.enable_x64(dtype == jnp.float64):
+        params = jax.tree.map(lambda w: jnp.asarray(w, dtype), start)
+        x, y = jnp.asarray(np.asarray(data.train.x, np.float32), dtype), jnp.asarray(data.train.y)
         batches = hg.minibatches((x, y), 100, jax.random.key(1))
         ours = jax.tree.map(lambda a: jnp.asarray(a, dtype), member.ours)
         assert member.theirs is not None
-        rule = member.theirs(rounded)
         run = jax.jit(lambda: hg.train(loss, params, ours, batches, steps=steps).losses)()
-        theirs = by_optax(rule, params, batches, steps)
-        moved = by_optax(rule, jax.tree.map(lambda w: w * (1 + jnp.finfo(dtype).eps), params), batches, steps)
-        return tuple(float(jnp.max(jnp.abs(x / theirs - 1))) for x in (run, moved))
+        return np.asarray(run), np.asarray(by_optax(member.theirs(rounded), params, batches, steps))
+
+
+class Differences(NamedTuple):
+    """Largest relative ones of the losses of all steps."""
+
+    wide: float  # ours beside the reference, both in float64
+    narrow: float  # both in float32
+    ours: float  # ours in float32 beside the reference in float64
+    theirs: float  # the reference in float32 beside itself in float64
+
+
+def differences(member: Member, data: _data.Data, hidden: tuple[int, ...], steps: int) -> Differences:
+    of_type = functools.partial(losses, member, data, hidden, steps)
+    (wide, reference), (narrow, rounded_reference) = of_type(jnp.float64), of_type(jnp.float32)
+    pairs = (wide, reference), (narrow, rounded_reference), (narrow, reference), (rounded_reference, reference)
+    return Differences(*(float(np.max(np.abs(x / y - 1))) for x, y in pairs))
 
 
 def main() -> None:
@@ -121,15 +136,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(REFERENCES), choices=list(REFERENCES))
     arguments = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}; {arguments.steps} steps on {arguments.data}\n")
-    print("| | " + " | ".join(f"{name}, float64 | float32 | reference moved" for name in NETWORKS) + " |")
-    print("| --- |" + " ---: |" * (3 * len(NETWORKS)))
+    head = "float64 | float32 | ours in float32, reference in float64 | reference in float32 and in float64"
+    print("| | " + " | ".join(f"{name}: {head}" for name in NETWORKS) + " |")
+    print("| --- |" + " ---: |" * (4 * len(NETWORKS)))
     data = _data.load(arguments.data, 0)
     for name in arguments.only:
-        of_network = functools.partial(differences, REFERENCES[name], data)
-        cells: list[float] = []
-        for hidden in NETWORKS.values():
-            wide, narrow = (of_network(hidden, arguments.steps, dtype) for dtype in (jnp.float64, jnp.float32))
-            cells += [wide[0], *narrow]
+        cells = [x for hidden in NETWORKS.values() for x in differences(REFERENCES[name], data, hidden, arguments.steps)]
         print(f"| {name} | " + " | ".join(f"{x:.1e}" for x in cells) + " |", flush=True)
 
 

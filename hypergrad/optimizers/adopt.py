@@ -18,11 +18,11 @@ def _mean(h: View, z: View, g: Array) -> Array:
 class ADOPT(Optimizer):
     """m <- b1 m + (1 - b1) clip(g / max(sqrt(s), eps), t^(1/4));  s <- b2 s + (1 - b2) g^2;  w <- (1 - a wd) w - a m.
 
-    s is that of the steps before, and t = 0, 1, ..; the first step makes s = g^2 and moves nothing: m keeps what it had and
-    s 2^-16 of it. As `optax.contrib.adopt` and `adoptw` (Taniguchi et al. 2024). learning_rate: a; weight_decay: wd; b1 and
-    b2 in [2^-16, 1 - 2^-16], used as multiples of 2^-16 (0.9999 as 0.99989). Each a scalar, a `PerStep`, an array of a
-    parameter's shape, or a pytree prefix of the parameters with such leaves. State: {"mean", "square": like params}; a run
-    that goes on from one has no first step.
+    s is that of the steps before, and t = 0, 1, ..; the first step makes s = g^2, beside 2^-16 of what it had, and moves
+    nothing: m keeps what it had. As `optax.contrib.adopt` and `adoptw` (Taniguchi et al. 2024). learning_rate: a;
+    weight_decay: wd; b1 and b2 in [2^-16, 1 - 2^-16], used as multiples of 2^-16 (0.9999 as 0.99989). Each a scalar, a
+    `PerStep`, an array of a parameter's shape, or a pytree prefix of the parameters with such leaves. State: {"mean",
+    "square": like params}; a run that goes on from one has no first step.
     """
 
     learning_rate: Any
@@ -33,7 +33,7 @@ class ADOPT(Optimizer):
 
     chain = (
         Link("mean", _mean, decay="b1", may_be_one=True),
-        SQUARE,
+        SQUARE._replace(increment=lambda h, z, g: h.fresh * (g * g)),
         decaying(lambda h, z: -h.learning_rate * z.mean),
     )
     entrywise = True
@@ -41,9 +41,10 @@ class ADOPT(Optimizer):
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
         t = jnp.arange(steps, dtype=h["b1"].dtype).reshape(steps, *[1] * (h["b1"].ndim - 1))
         first = {"b1": jnp.where(t == 0, 1, h["b1"]), "b2": jnp.where(t == 0, 2.0**-16, h["b2"])}
+        first["fresh"] = jnp.where(t == 0, 1, 1 - h["b2"])
         later = {"later b1": h["b1"], "later b2": h["b2"]}
         return {**h, **first, **later, **decay_of(h), "largest": jnp.sqrt(jnp.sqrt(t))}
 
     def begin(self, h: dict[str, Array], z: dict[str, Array]) -> dict[str, Array]:
         del z
-        return {**h, "b1": h["later b1"], "b2": h["later b2"]}
+        return {**h, "b1": h["later b1"], "b2": h["later b2"], "fresh": 1 - h["later b2"]}

@@ -36,7 +36,7 @@ def loss(w: jax.Array, theta: Any, _: Any) -> jax.Array:
     return theta * jnp.mean(long_side(w) ** 2)
 
 
-def trained(theta: Any, adjoint: Any = None) -> jax.Array:
+def trained(theta: Any, adjoint: Any) -> jax.Array:
     run = hg.train(loss, jnp.asarray(W), hg.SGD(0.05, 0.5), hg.full_batch(None), theta=theta, steps=3, adjoint=adjoint)
     return run.params
 
