@@ -56,7 +56,18 @@ def _shared(first: Array, second: Array, same: Array, dx: Any, dy: Any) -> Array
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-_CHOICES = {primitives.max_p: larger, primitives.min_p: smaller}
+def _running(choose: Callable[..., Array]) -> Callable[..., Any]:
+    """Of JAX's maximum so far: its derivative takes one of two at a time, too."""
+    return lambda axis, reverse: jax.jit(lambda x: jax.lax.associative_scan(choose, x, axis=axis, reverse=reverse))
+
+
+# To functions of the same arguments, from the parameters of an equation.
+_CHOICES: dict[Any, Callable[..., Any]] = {
+    primitives.max_p: lambda: larger,
+    primitives.min_p: lambda: smaller,
+    primitives.cummax_p: _running(larger),
+    primitives.cummin_p: _running(smaller),
+}
 # What has a derivative rule is differentiated by it alone; the last is a program for each device.
 _OPAQUE = ("custom_jvp_call", "custom_vjp_call", "shard_map")
 
@@ -67,8 +78,9 @@ def fair_choices(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _equation(e: Any, _: Jaxpr) -> Any:
-    choose: Callable[..., Array] | None = _CHOICES.get(e.primitive)
-    if choose is None or not is_float(e.outvars[0]):
+    make = _CHOICES.get(e.primitive)
+    if make is None or not is_float(e.outvars[0]):
         return e if e.primitive.name in _OPAQUE else None
-    (call,) = jax.make_jaxpr(choose)(*(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in e.invars)).jaxpr.eqns
+    arguments = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in e.invars]
+    (call,) = jax.make_jaxpr(make(**e.params))(*arguments).jaxpr.eqns
     return e.replace(primitive=call.primitive, params=call.params)

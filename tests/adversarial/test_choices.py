@@ -110,11 +110,13 @@ def test_in_loops_branches_and_under_vmap_values_and_derivatives_are_those_of_ja
         over = lambda carry, row: (jnp.maximum(carry, row * x.dtype.type(0.5)), jnp.minimum(row, carry))  # noqa: E731
         largest, rows = jax.lax.scan(over, jnp.zeros_like(x[0]), x)
         chosen = jax.lax.cond(x[0, 0] > 0, lambda x: jnp.clip(x, -1, 1), jnp.negative, x)
-        return jnp.sum(jnp.sin(largest)) + jnp.sum(rows * rows) + jnp.sum(chosen * jnp.maximum(0, x))
+        so_far = jax.lax.cummax(x, axis=1) * jax.lax.cummin(x * x, axis=0, reverse=True)
+        return jnp.sum(jnp.sin(largest)) + jnp.sum(rows * rows) + jnp.sum(chosen * jnp.maximum(0, x)) + jnp.sum(so_far)
 
     x = jnp.asarray(RNG.normal(size=(3, 4, 5)), dtype)
     along = lambda f: jax.vmap(lambda x: (f(x), jax.grad(f)(x), jax.jvp(jax.grad(f), (x,), (jnp.cos(x),))[1]))(x)  # noqa: E731
-    close = lambda a, b: np.testing.assert_allclose(*(np.asarray(v, float) for v in (a, b)), rtol=1e-9)  # noqa: E731
+    rounding = 16 * float(jnp.finfo(dtype).eps)
+    close = lambda *both: np.testing.assert_allclose(*(np.asarray(x, float) for x in both), rounding, rounding)  # noqa: E731
     jax.tree.map(close, jax.jit(along, static_argnums=0)(mending(function)), jax.jit(along, static_argnums=0)(function))
 
 
