@@ -81,6 +81,5 @@ def _equation(e: Any, _: Jaxpr) -> Any:
     make = _CHOICES.get(e.primitive)
     if make is None or not is_float(e.outvars[0]):
         return e if e.primitive.name in _OPAQUE else None
-    arguments = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in e.invars]
-    (call,) = jax.make_jaxpr(make(**e.params))(*arguments).jaxpr.eqns
+    (call,) = jax.make_jaxpr(make(**e.params))(*(x.aval for x in e.invars)).jaxpr.eqns
     return e.replace(primitive=call.primitive, params=call.params)

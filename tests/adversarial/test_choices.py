@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import long
 
 import hypergrad as hg
 from hypergrad._choices import JAX_COMPARES_BITS
@@ -49,7 +50,7 @@ def test_training_follows_the_gradient() -> None:
 
 
 @pytest.mark.of_bits
-@pytest.mark.parametrize("adjoint", [hg.Reversible(), hg.Unrolled()], ids=["reversible", "unrolled"])
+@pytest.mark.parametrize("adjoint", [hg.Reversible(), long(hg.Unrolled())], ids=["reversible", "unrolled"])
 def test_the_derivative_is_the_difference(adjoint: Any) -> None:
     value = jax.jit(lambda theta: jnp.sum(jnp.sin(trained(theta, adjoint))))
     found = jax.jit(jax.grad(value))(1.0)
@@ -118,6 +119,18 @@ def test_in_loops_branches_and_under_vmap_values_and_derivatives_are_those_of_ja
     rounding = 16 * float(jnp.finfo(dtype).eps)
     close = lambda *both: np.testing.assert_allclose(*(np.asarray(x, float) for x in both), rounding, rounding)  # noqa: E731
     jax.tree.map(close, jax.jit(along, static_argnums=0)(mending(function)), jax.jit(along, static_argnums=0)(function))
+
+
+@pytest.mark.parametrize("function", [jnp.maximum, lambda x, y: jax.lax.cummax(x * y, axis=1)], ids=["two", "so far"])
+def test_on_a_mesh_of_explicit_axes(function: Callable[..., Any]) -> None:
+    value = lambda f: lambda x: jnp.sum(f(x, jnp.cos(x)) ** 2)  # noqa: E731
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(W, jax.P("rows", None))
+        for compiled in (jax.jit, lambda f: f):
+            ours, theirs = (compiled(jax.grad(f))(x) for f in (value(mending(function)), value(function)))
+            assert jax.typeof(ours) == jax.typeof(x)
+            np.testing.assert_allclose(ours, theirs, rtol=1e-12)
 
 
 def test_what_is_no_maximum_of_floats_stays_as_it_is() -> None:
