@@ -127,7 +127,7 @@ def test_on_a_mesh_of_explicit_axes(function: Callable[..., Any]) -> None:
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         x = jax.device_put(W, jax.P("rows", None))
-        for compiled in (jax.jit, lambda f: f):
+        for compiled in (jax.jit, *([lambda f: f] if JAX_COMPARES_BITS else [])):  # JAX 0.12's own fails there (its 40875)
             ours, theirs = (compiled(jax.grad(f))(x) for f in (value(mending(function)), value(function)))
             assert jax.typeof(ours) == jax.typeof(x)
             np.testing.assert_allclose(ours, theirs, rtol=1e-12)
