@@ -23,7 +23,7 @@ from jax.extend.core import Jaxpr, Literal, Primitive, primitives
 from jax.interpreters import ad, batching, mlir
 
 from hypergrad._program_keys import programs_in
-from hypergrad._rewritten import rewritten
+from hypergrad._rewritten import rewritten, through
 
 
 _KERNELS = {
@@ -64,13 +64,7 @@ def _equation(e: Any, jaxpr: Jaxpr) -> Any:
 
 def carefully(function: Callable[..., Any]) -> Callable[..., Any]:
     """function, its large batches one matrix after the other, its transforms by rows."""
-
-    def wrapped(*args: Any) -> Any:
-        closed, out = jax.make_jaxpr(lambda *a: function(*a), return_shape=True)(*args)
-        found = jax.core.eval_jaxpr(careful_kernels(closed.jaxpr), closed.consts, *jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(out), found)
-
-    return wrapped
+    return through(careful_kernels, function)
 
 
 def _plain(alone: Jaxpr, *arrays: Array) -> list[Array]:

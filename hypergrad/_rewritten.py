@@ -6,6 +6,8 @@ Invariant: a program in which nothing is replaced is the one that came in.
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
@@ -40,3 +42,15 @@ def _inside(value: Any, replace: Replace) -> Any:
 
 def _same(found: list[Any], given: Any) -> bool:
     return all(x is y for x, y in zip(found, given, strict=True))
+
+
+def through(rewrite: Callable[[Jaxpr], Jaxpr], function: Callable[..., Any]) -> Callable[..., Any]:
+    """function as the rewritten program. Of its arguments all that is no array is fixed."""
+
+    def wrapped(*args: Any) -> Any:
+        arrays, rest = eqx.partition(args, eqx.is_array)
+        closed, out = jax.make_jaxpr(lambda a: function(*eqx.combine(a, rest)), return_shape=True)(arrays)
+        found = jax.core.eval_jaxpr(rewrite(closed.jaxpr), closed.consts, *jax.tree.leaves(arrays))
+        return jax.tree.unflatten(jax.tree.structure(out), found)
+
+    return wrapped
