@@ -83,6 +83,13 @@ def wanting(t: Array, value: Array, others: list[Array]) -> Array:
     return value
 
 
+def once_known(t: Array, value: Array, scalars: list[Array]) -> Array:
+    """value, to be overwritten when the scalars have been made of it: less a zero, which takes a kernel less time than a
+    choice."""
+    zero = [jnp.where(t >= 0, 0, x.reshape(()).astype(value.dtype)) for x in scalars]
+    return value - sum(zero[1:], zero[0]) if zero else value
+
+
 SMALL_LOOP = 2**16  # bytes that a loop holds: XLA:CPU takes some kilobytes for small
 
 

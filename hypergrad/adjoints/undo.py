@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad._isolation import wanting
+from hypergrad._isolation import once_known
 from hypergrad.adjoints.link import Cotangents, decayed, decays, plus, undo_link
 from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import PARAMS, STATISTICS, Link
@@ -41,9 +41,9 @@ def once_read(run: Run, t: Array, state: State, ct: Cotangents) -> tuple[State, 
         of_h = [x for name, x in ct.h[j].items() if name in asked and x.size == 1]
         for link in run.blocks[j].chain[:-1] if run.linear else ():
             slot = state[j][link.name]
-            value = slot.value._replace(high=wanting(t, slot.value.high, of_h))
+            value = slot.value._replace(high=once_known(t, slot.value.high, of_h))
             state = replaced(state, j, {link.name: slot._replace(value=value)})
-        ct = ct._replace(z=replaced(ct.z, j, {PARAMS: wanting(t, ct.z[j][PARAMS], of_h)}))
+        ct = ct._replace(z=replaced(ct.z, j, {PARAMS: once_known(t, ct.z[j][PARAMS], of_h)}))
     return state, ct
 
 

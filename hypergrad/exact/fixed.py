@@ -49,7 +49,7 @@ class Overflow(NamedTuple):
 class Fixed(NamedTuple):
     """The number (high + low 2^-46) scale, in quanta of 2^-fraction_bits.
 
-    Of one limb, |high| < 2^62; of two, `wide`, |high| <= 2^62 and 0 <= low < 2^46. What is not there counts as 0 and 1.
+    |high scale| < 2^62, and 0 <= low < 2^46 of two limbs, `wide`. What is not there counts as 0 and 1.
     """
 
     high: Array  # int64 [...]
@@ -91,17 +91,34 @@ class Fixed(NamedTuple):
         limit = grid_range(fraction_bits)
         total = self._plus(*self._quanta(increment, fraction_bits), old)
         update = jnp.abs(increment).astype(_at_least_float32(increment.dtype))
-        magnitude = jnp.where(update < limit, jnp.abs(total.decode(fraction_bits, update.dtype)), update)
-        in_range, record = magnitude < limit, overflow_record(step, magnitude.astype(jnp.float32))
-        new = total._replace(high=jnp.where(in_range, total.high, record))
-        return new if old is None else new.keep_overflow(old)
+        magnitude = jnp.where(update < limit, total._magnitude(fraction_bits), update.astype(jnp.float32))
+        in_range, record = (update < limit) & total._in_range(), overflow_record(step, magnitude)
+        if old is not None:  # a choice of the old value would be a masked store, which takes some processors long
+            in_range, record = in_range & (old.high < _LEAST_RECORD), jnp.maximum(record, old.high)
+        return total._replace(high=jnp.where(in_range, total.high, record))
 
     def subtract(self, increment: Array, fraction_bits: int) -> "Fixed":
         """The inverse of `add` wherever the sum is in range."""
         return self._minus(*self._quanta(increment, fraction_bits))
 
+    def _in_range(self) -> Array:
+        """Whether |high scale| < 2^62: bool [...]. Integers are compared, since without AVX-512 every int64 is converted by
+        itself: decoded values were a tenth of an update."""
+        if self.scale is None:
+            limit: Any = 2**RANGE_BITS
+        else:
+            limit = (self.scale[1] * 2.0**RANGE_BITS).astype(jnp.int64)
+        return (-limit < self.high) & (self.high < limit)
+
+    def _magnitude(self, fraction_bits: int) -> Array:
+        """float32 [...], of the upper 32 bits alone."""
+        unit: Any = 2.0 ** (32 - fraction_bits)
+        if self.scale is not None:
+            unit = (self.scale[0] * unit).astype(jnp.float32)
+        return jnp.abs((self.high >> 32).astype(jnp.int32).astype(jnp.float32)) * unit
+
     def _plus(self, high: Array, low: Array | None, old: "Fixed | None" = None) -> "Fixed":
-        """self + high + low 2^-46, for a low of any size and sign; where `old` is a record, its low limb.
+        """self + high + low 2^-46, for a low of any size and sign; where `old` is a record, a low limb of 0.
 
         The low limb first, and the carry from the new one: floor((self.low + low) / 2^46) = -floor((new - low) / 2^46).
         """
@@ -111,7 +128,7 @@ class Fixed(NamedTuple):
         # made the low one again for each kernel that reads it: a choice between two arrays is stored.
         new = (self.low + low) & (2**LOW_BITS - 1)
         if old is not None and old.low is not None:
-            new = jnp.where(old.high < _LEAST_RECORD, new, old.low)
+            new = jnp.where(old.high < _LEAST_RECORD, new, 0)
         return self._replace(high=self.high + high - ((new - low) >> LOW_BITS), low=new)
 
     def _minus(self, high: Array, low: Array | None) -> "Fixed":
@@ -174,10 +191,6 @@ class Fixed(NamedTuple):
         """Whether the integers are the same, entry by entry: bool [...]."""
         high = self.high == other.high
         return high if self.low is None else high & (self.low == other.low)
-
-    def keep_overflow(self, old: "Fixed") -> "Fixed":
-        """self, and a record where `old` was one."""
-        return self._replace(high=jnp.where(old.high < _LEAST_RECORD, self.high, old.high))
 
     @jax.jit
     def first_record(self) -> tuple[Array, Array]:
