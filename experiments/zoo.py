@@ -1,6 +1,6 @@
 """Every loss of the zoo has one hypergradient, whatever the mode and the rule: that of `hg.Unrolled`.
 
-    python -m experiments.zoo [--only NAME ...] [--modes eager jit vmap ...] [--rules sgd adam clipped] [...]
+    python -m experiments.zoo [--together | --only NAME ...] [--modes eager jit vmap ...] [--rules sgd adam clipped] [...]
 
 The zoo is in `tests/adversarial`: losses as people write them, many with derivative rules of their own. Each is trained for
 a few steps and differentiated in its initial parameters, theta and the rate, or in some of them by turns: eagerly, in
@@ -8,6 +8,9 @@ programs of one and of several lanes, by microbatches (the mean of two batches, 
 run. In float64 the two roads agree to 1e-9, leaf by leaf; in float32 the result is finite, and near that of float64 where
 the loss is smooth. The oracle is judged too, once for each loss: beside differences of the run where those make sense, and
 beside SGD written down plainly with `lax.scan`. Exit status 1 if one differs, is refused or crashes.
+
+With `--together` up to five losses are one program, of their sum, in float64 alone, and each rule is tried in one of the
+modes, by turns: an hour where everything takes a day.
 """
 
 import argparse
@@ -263,14 +266,30 @@ def rows_of(entry: zoo.Entry, arguments: argparse.Namespace, number: int) -> Any
             yield Row(entry.name, what, verdict, (time.perf_counter() - begin) / len(found))
 
 
+def rows_together(group: list[zoo.Entry], arguments: argparse.Namespace, number: int) -> Any:
+    """The table of some losses that are trained as one: each rule in a mode, by turns."""
+    name = " ".join(entry.name for entry in group)
+    for i, rule in enumerate(arguments.rules):
+        begin, turn = time.perf_counter(), number + i
+        ask = group, rule, [arguments.modes[turn % len(arguments.modes)]], turn, arguments.steps
+        found, failure, _ = _judge.attempt(lambda: in_float64(*ask))  # noqa: B023
+        for what, verdict in found if failure is None else [("everything", failure)]:
+            yield Row(name, what, verdict, time.perf_counter() - begin)
+
+
 def main(arguments: argparse.Namespace) -> int:
-    known, rows = zoo.entries(), []
-    for number, name in enumerate(arguments.only or known):
-        for row in rows_of(known[name], arguments, number):
+    known, rows, losses = zoo.entries(), [], 0
+    if arguments.together:
+        tables = [(len(group), rows_together(group, arguments, i)) for i, group in enumerate(groups())]
+    else:
+        tables = [(1, rows_of(known[name], arguments, i)) for i, name in enumerate(arguments.only or known)]
+    for count, table in tables:
+        losses += count
+        for row in table:
             rows.append(row)
             print(row, flush=True)
         jax.clear_caches()  # each program takes some of the maps of memory that a process may have
-    print(f"\njax {jax.__version__}: {len(rows)} cases of {len({row.name for row in rows})} losses")
+    print(f"\njax {jax.__version__}: {len(rows)} cases of {losses} losses")
     for kind in sorted({row.verdict.kind for row in rows}):
         print(f"{sum(row.verdict.kind == kind for row in rows):6d} {kind}")
     bad = [row for row in rows if not row.verdict.fine]
@@ -285,6 +304,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
     parser.add_argument("--dtypes", nargs="+", choices=("float64", "float32"), default=("float64", "float32"))
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--together", action="store_true", help="up to five losses as one, each rule in one mode")
     parser.add_argument("--no-oracle", dest="oracle", action="store_false", help="do not judge hg.Unrolled itself")
     return parser
 
