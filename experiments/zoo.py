@@ -15,28 +15,20 @@ modes, by turns: an hour where everything takes a day.
 
 import argparse
 import itertools
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 import hypergrad as hg
 from experiments import _judge
-from experiments._judge import Case, Verdict
+from experiments._judge import Verdict
+from experiments._together import MOMENTUM, STEPS, Together, groups, zoo
 
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "adversarial"))  # the tests' own, and no package
-
-import zoo  # noqa: E402
-
-
-STEPS = 10
-MOMENTUM = 0.9
 FLOAT32 = 1e-3  # how near float32 has to be to float64, where the loss is smooth
 PLAIN = 1e-6  # how near training without a grid is
 
@@ -49,7 +41,6 @@ SMOOTH = {  # for differences: Adam's first steps are signs, which cross zero wi
     **RULES,
     "adam": lambda rates: hg.Adam(jax.tree.map(lambda a: a / 3, rates), eps=0.1),
 }
-PARTS = 2  # batches that are one batch where it is cut into as many
 MICROBATCHES = "microbatches"
 WAYS = {  # other ways to run what Python calls
     "host": hg.Reversible(driver="host"),
@@ -59,105 +50,6 @@ WAYS = {  # other ways to run what Python calls
 MODES = (*_judge.MODES, MICROBATCHES)
 ASKED = (("params", "theta", "rate"), ("theta",), ("rate",), ("theta", "rate"))  # what is differentiated, by turns
 VARIED = (("key",), ("rate",))  # what differs between lanes, by turns
-
-
-class Trained(NamedTuple):
-    """What a problem's value may read of `hg.Trained`."""
-
-    params: Any
-    statistics: Any
-
-
-class Together:
-    """Some problems trained as one: the sum of their losses. A case for each rule."""
-
-    def __init__(self, entries: Sequence[zoo.Entry], dtype: Any) -> None:
-        self.problems = {entry.name: entry.make(dtype) for entry in entries}
-        each = lambda field: {name: getattr(p, field) for name, p in self.problems.items()}  # noqa: E731
-        self.theta, self.static = eqx.partition(each("theta"), eqx.is_inexact_array)
-        self.params, self.data = each("params"), each("data")
-        kept = {name: p.statistics for name, p in self.problems.items() if p.statistics is not None}
-        decays, values = ({name: getattr(s, field) for name, s in kept.items()} for field in ("decay", "values"))
-        self.statistics = hg.Statistics(values, decays) if kept else None
-        self.dtype = dtype
-
-    def loss(self, params: Any, theta: Any, batch: Any) -> Any:
-        theta, total, evidence = eqx.combine(theta, self.static), jnp.zeros((), self.dtype), {}
-        for name, problem in self.problems.items():
-            found = problem.loss(params[name], theta[name], batch[name])
-            if problem.statistics is not None:
-                found, evidence[name] = found
-            total = total + found.astype(self.dtype)
-        return (total, evidence) if evidence else total
-
-    def mean(self, params: Any, theta: Any, batches: Any) -> Any:
-        """Of the losses of some batches, along a leading axis."""
-        count = jax.tree.leaves(batches)[0].shape[0]
-        each = [self.loss(params, theta, jax.tree.map(lambda x: x[i], batches)) for i in range(count)]  # noqa: B023
-        return jax.tree.map(lambda *xs: sum(xs) / count, *each)
-
-    def value(self, params: Any, statistics: Any) -> jax.Array:
-        """What the runs come to: the sum of what each problem makes of its own."""
-        total = jnp.zeros((), self.dtype)
-        for name, problem in self.problems.items():
-            own = Trained(params[name], (statistics or {}).get(name))
-            total = total + (problem.value or (lambda run: zoo.probe(run.params)))(own).astype(self.dtype)
-        return total
-
-    def rates(self, factor: jax.Array) -> Any:
-        return {name: factor * problem.rate for name, problem in self.problems.items()}
-
-    def batches(self, key: Any, steps: int) -> Any:
-        order = jax.random.permutation(key, steps) % zoo.DISTINCT
-        return hg.stacked(jax.tree.map(lambda x: x[order], self.data))
-
-    def several(self, key: Any, steps: int) -> Any:
-        """`PARTS` batches at each step."""
-        first = jax.random.permutation(key, steps)
-        order = jnp.stack([(first + i) % zoo.DISTINCT for i in range(PARTS)], axis=1)
-        return hg.stacked(jax.tree.map(lambda x: x[order], self.data))
-
-    def case(
-        self, rule: Callable[[Any], Any], steps: int = STEPS, varied: tuple[str, ...] = ("key",), cut: bool = False
-    ) -> Case:
-        """cut: into microbatches, each of which is one of the batches."""
-        loss, batches, parts = (self.mean, self.several, PARTS) if cut else (self.loss, self.batches, None)
-
-        def value(h: Any, key: Any, adjoint: Any) -> jax.Array:
-            run = hg.train(
-                loss, h["params"], rule(self.rates(h["rate"])), batches(key, steps), theta=h["theta"],
-                statistics=self.statistics, microbatches=parts, adjoint=adjoint,
-            )  # fmt: skip
-            return self.value(run.params, run.statistics)
-
-        h = {"params": self.params, "theta": self.theta, "rate": jnp.ones((), self.dtype)}
-        return Case(value, h, jax.random.key(7), varied)
-
-    def plainly(self, steps: int = STEPS) -> Callable[[Any, Any], jax.Array]:
-        """(h, key) -> value, by SGD as one writes it: floats, `lax.scan`, and no part of the library but its batches."""
-        kept = round(MOMENTUM * 2**16) / 2**16
-
-        def value(h: Any, key: Any) -> jax.Array:
-            batches, rates = self.batches(key, steps), self.rates(h["rate"])
-            found = jax.value_and_grad(self.loss, has_aux=self.statistics is not None)
-
-            def step(carry: Any, t: jax.Array) -> Any:
-                w, v, s = carry
-                value, g = found(w, h["theta"], batches(t))
-                v = jax.tree.map(lambda v, g: kept * v - (1 - kept) * g, v, g)
-                w = {name: jax.tree.map(lambda w, v, a=a: w + a * v, w[name], v[name]) for name, a in rates.items()}
-                if self.statistics is not None:
-                    r = {name: round(decay * 2**16) / 2**16 for name, decay in self.statistics.decay.items()}
-                    follow = lambda r: lambda s, e: r * s + (1 - r) * e  # noqa: E731
-                    s = {name: jax.tree.map(follow(r[name]), s[name], value[1][name]) for name in r}
-                return (w, v, s), None
-
-            means = None if self.statistics is None else self.statistics.values
-            start = (h["params"], jax.tree.map(jnp.zeros_like, h["params"]), means)
-            (w, _, s), _ = jax.lax.scan(step, start, jnp.arange(steps, dtype=jnp.int32))
-            return self.value(w, s)
-
-        return value
 
 
 class Row(NamedTuple):
@@ -240,17 +132,6 @@ def in_float32(entry: zoo.Entry, rule: str, modes: Sequence[str], turn: int, ste
     return rows
 
 
-def groups(size: int = 5) -> list[list[zoo.Entry]]:
-    """The zoo in few programs: those to be alone, then the others in their order, own rules and 16 bits apart."""
-    known = list(zoo.entries().values())
-    alone = [[entry] for entry in known if entry.alone]
-    kinds: dict[Any, list[zoo.Entry]] = {}
-    for entry in known:
-        if not entry.alone:
-            kinds.setdefault((entry.own_rule, entry.tolerance > 1e-9), []).append(entry)
-    return alone + [kind[i : i + size] for kind in kinds.values() for i in range(0, len(kind), size)]
-
-
 def rows_of(entry: zoo.Entry, arguments: argparse.Namespace, number: int) -> Any:
     """The table of one loss, row by row."""
     pieces: list[Callable[[], list[Any]]] = [lambda: of_the_oracle(entry, arguments.steps)] if arguments.oracle else []
@@ -299,12 +180,13 @@ def main(arguments: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", metavar="NAME", choices=list(zoo.entries()), help="these losses; else all")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--only", nargs="*", metavar="NAME", choices=list(zoo.entries()), help="these losses; else all")
+    which.add_argument("--together", action="store_true", help="up to five losses as one, each rule in one mode")
     parser.add_argument("--modes", nargs="+", choices=(*MODES, *WAYS), default=MODES)
     parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
     parser.add_argument("--dtypes", nargs="+", choices=("float64", "float32"), default=("float64", "float32"))
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--together", action="store_true", help="up to five losses as one, each rule in one mode")
     parser.add_argument("--no-oracle", dest="oracle", action="store_false", help="do not judge hg.Unrolled itself")
     return parser
 

@@ -111,7 +111,7 @@ class Fixed(NamedTuple):
         return (-limit < self.high) & (self.high < limit)
 
     def _magnitude(self, fraction_bits: int) -> Array:
-        """float32 [...], of the upper 32 bits alone."""
+        """float32 [...], of the upper 32 bits alone: for records, right to 2^-30, or to 2^-14 at the largest scale."""
         unit: Any = 2.0 ** (32 - fraction_bits)
         if self.scale is not None:
             unit = (self.scale[0] * unit).astype(jnp.float32)

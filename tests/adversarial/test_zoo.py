@@ -1,11 +1,14 @@
 """Losses as people write them have one hypergradient, by `hg.Reversible` as by `hg.Unrolled`: the short form of
 `experiments.zoo`, which also tries every rule and mode on each, float32, and the oracle itself."""
 
+import itertools
+
 import pytest
 import zoo
 from covering import some_of
 
 from experiments import zoo as script
+from experiments._judge import Verdict
 
 
 # Several losses make one program, trained as the sum of their losses. Each loss is in one, its rule and mode by turns.
@@ -13,6 +16,7 @@ GROUPS = script.groups(size=7)[::3]
 RULES = list(script.RULES)
 MODES = ("jit", "vmap", "eager")
 OTHERS = (script.MICROBATCHES, *script.WAYS)
+ALONE = [group for group in script.groups() if len(group) == 1][:3]
 SHORT = {0, 6}  # images, and derivative rules of one's own
 
 
@@ -28,6 +32,23 @@ def test_losses_of_the_zoo(i: int) -> None:
     group, rule = GROUPS[i], RULES[i % len(RULES)]
     for asked, verdict in script.in_float64(group, rule, [MODES[(i // len(RULES)) % len(MODES)]], turn=i, steps=4):
         assert verdict.fine, (asked, [entry.name for entry in group], verdict)
+
+
+def test_a_difference_is_told_and_each_rule_has_each_mode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    asked = set()
+
+    def judged(group: list[zoo.Entry], rule: str, modes: list[str], turn: int, steps: int) -> list[tuple[str, Verdict]]:
+        asked.update((group[0].name, rule, mode) for mode in modes)
+        if (rule, modes) == ("adam", ["vmap"]):
+            raise KeyError("planted")
+        return [("in theta", Verdict("DIFFERENT" if (rule, modes) == ("sgd", ["jit"]) else "equal"))]
+
+    monkeypatch.setattr(script, "in_float64", judged)
+    monkeypatch.setattr(script, "groups", lambda: ALONE)
+    assert script.main(script.parser().parse_args(["--together", "--modes", *MODES])) == 1
+    assert len(asked) == 9 and {(rule, mode) for _, rule, mode in asked} == set(itertools.product(RULES, MODES))
+    text = capsys.readouterr().out
+    assert "9 cases of 3 losses" in text and "1 DIFFERENT" in text and "1 CRASHED" in text and "7 equal" in text
 
 
 @pytest.mark.long

@@ -80,9 +80,21 @@ def test_sums_out_of_range_are_recorded_and_never_wrap(dtype, bits, data):
     found = jax.tree.map(np.asarray, each_overflow(after))
     sums = [a + quanta(b, bits) for a, b in zip(z.tolist(), increment.tolist(), strict=True)]
     for total, value, step, size in zip(sums, after.high.tolist(), found.step, found.magnitude, strict=True):
-        assert (value, step) == (total, STEPS) if step != STEP else abs(total) >= 2**62 - 2**39  # floats round up to it
-        assert abs(total) < 2**62 or step == STEP
-        assert step != STEP or abs(size - abs(total) / 2**bits) <= 1e-6 * size
+        assert step == (STEPS if abs(total) < 2**62 else STEP)
+        assert value == total if step == STEPS else abs(size - abs(total) / 2**bits) <= 1e-6 * size
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.5, 2.0**16], ids=str)
+def test_coarser_quanta_leave_their_range_as_early(scale):
+    """Of values whose decay is deferred: |high scale| < 2^62."""
+    end = int(2.0**62 * (1 / scale))
+    z = jnp.asarray([end - 2, end - 1, end - 2, 2 - end, 1 - end, 2 - end])
+    quantum = scale * 2.0**-BITS
+    after = scaled(Fixed(z), scale).add(jnp.asarray([1.0, 1.0, 2.0, -1.0, -1.0, -2.0]) * quantum, BITS, 3)
+    found = each_overflow(after)
+    assert found.step.tolist() == [STEPS, 3, 3, STEPS, 3, 3]
+    assert (after.high[0], after.high[3]) == (end - 1, 1 - end)
+    np.testing.assert_allclose(found.magnitude[jnp.array([1, 2, 4, 5])], LIMIT, rtol=2e-4)
 
 
 def test_a_record_stays_beside_a_sum_that_is_in_range():
