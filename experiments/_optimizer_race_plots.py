@@ -14,9 +14,7 @@ _NAMES = {"searched": "constants, 16 trials", "searched on": "constants, 48 tria
 
 def figures(laps: Any, parts: tuple[str, ...]) -> dict[str, Any]:
     """laps: task -> rule -> [seeds]"""
-    found = {
-        "losses": (_losses(laps), "Test losses: means over seeds, and each seed; more trials and hypergradients cost alike")
-    }
+    found = {"losses": (_losses(laps), "Test losses: means over seeds, and each seed")}
     if all("mixture" in of for of in laps.values()):
         caption = "Shares of three optimizers in the steps of the learned mixture, means over seeds; a third each at first"
         found["mixture"] = (_mixtures({task: of["mixture"] for task, of in laps.items()}, parts), caption)

@@ -13,8 +13,8 @@ On digits the diagonal rule gains by it on both problems. The Kronecker rule doe
 on the second learning lowers the training loss most of all, and not the test loss.
 
 Without data the problems are logistic regression and the 2C2D network on scikit-learn's digits; from the folder
-HYPERGRAD_DATA, "logreg, MNIST", "2c2d, Fashion-MNIST" and "3c3d, CIFAR-10" (4,000 images), the networks at a tenth of the
-width.
+HYPERGRAD_DATA, "logreg, MNIST", "2c2d, Fashion-MNIST" and "3c3d, CIFAR-10" (3,000 images to train on), the networks at a
+tenth of the width.
 """
 
 import dataclasses

@@ -174,7 +174,8 @@ def _rows(config: Config, name: str, original: Any, linked: Any) -> list[Row]:
     for bits in sorted({1, 4} & set(config.bits)):
         off = [linked[n][config.bits.index(bits)].mean() / original[n].mean() - 1 for n in config.networks]
         worst = max(off, key=abs)
-        rows.append(Row("", f"{name}, {bits} bits: largest difference of the loss over the networks", None, f"{worst:+.2%}"))
+        length = f"{bits} bit{'s' * (bits > 1)}"
+        rows.append(Row("", f"{name}, {length}: largest difference of the loss over the networks", None, f"{worst:+.2%}"))
     return rows
 
 

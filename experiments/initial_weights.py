@@ -224,7 +224,7 @@ def rows(config: Config, measure: str, found: dict[str, list[Outcome]]) -> list[
     return [
         Row(
             "new",
-            f"{config.data}: test {measure} after {n} steps, {name} ({chosen[name].meta_steps} meta-steps)",
+            f"{config.data}: test {measure} after {n} step{'s' * (n > 1)}, {name} ({chosen[name].meta_steps} meta-steps)",
             None,
             *_record.mean_and_spread([o.tuned[n] for o in outcomes]),
             "Not in the thesis, which declined to learn the initial weights.",

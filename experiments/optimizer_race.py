@@ -4,9 +4,9 @@
 
 Each optimizer's constants are found by random search, 16 trials. From the best of them on, its learning rates, one for each
 step, its decays of averages, its weight decay and (of Shampoo) the exponent of the preconditioner follow their
-hypergradients for 12 meta-steps; beside that, the search goes on for 32 more trials. Which of the two takes longer depends
-on the network: the table has the ratio. A trial, as a meta-step, is three trainings at once. The mixture takes steps of
-momentum, Adam and Muon, each of one size, and learns how much of each it takes at each step.
+hypergradients for 12 meta-steps; beside that, the search goes on for 32 more trials ("searched on"). Which of the two takes
+longer depends on the network: the table has the ratio. A trial, as a meta-step, is three trainings at once. The mixture
+takes steps of momentum, Adam and Muon, each of one size, and learns how much of each it takes at each step.
 
 All is done again for each seed. What is compared is the loss on test data of three trainings that no choice has seen.
 What is finished lies in the folder laps, and is not done again by the next call.

@@ -184,8 +184,8 @@ def _exploding(d: Diagnosis) -> str:
         f"from step {d.onset} on, up to step {d.until}, training amplifies what it is given: going back over these steps, "
         f"the derivative with respect to the parameters grows by a factor {norms[d.onset] / norms[d.until]:.2g}, "
         f"{d.growth_per_step:.3g} a step.{lost} The hypergradient is exact, but it holds only for tiny changes. Lower the "
-        f"learning rate from step {d.onset} on, clip the gradient of the loss, or take fewer steps; in hg.optimize, "
-        "average over seeds, clip with optax.clip_by_global_norm, or stop with hg.callbacks.StopOnGrowth. "
+        f"learning rate from step {d.onset} on, clip the gradient (hg.clip_by_global_norm), or take fewer steps; in "
+        "hg.optimize, average over seeds, clip with optax.clip_by_global_norm, or stop with hg.callbacks.StopOnGrowth. "
         "hg.check_smoothness says how far the hypergradient can be trusted. If the initial weights are tiny, this may be "
         "the way out of a plateau, which a larger initial scale shortens."
     )

@@ -43,7 +43,7 @@ for _class in (HypergradError, ReversalError, RangeError, BufferFullError, NonFi
 
 ISOLATED = (
     "XLA rounds a gradient of this loss otherwise beside its derivative than by itself. The run was reversed with the two "
-    "compiled apart, which is exact, and takes one more gradient a step, a fifth to a third more time. "
+    "compiled apart, which is exact, and takes one more gradient a step, a twentieth to a third more time. "
     "adjoint=hg.Reversible(isolate=True) has it so from the start and without this warning."
 )
 

@@ -1,7 +1,7 @@
 """Pictures of what was learned and how, each drawn into one matplotlib Axes and returned: `plots.learning(result)`.
 
 Every function takes `ax`, an Axes to draw into; None makes a figure of its own. `ax.figure.savefig("picture.png")` saves it.
-matplotlib is imported when the first picture is drawn; it comes with `pip install hypergrad-jax[studies]`.
+matplotlib is imported when the first picture is drawn; it comes with the extra "studies".
 """
 
 import itertools
@@ -185,7 +185,7 @@ def _axes(ax: Any, size: tuple[float, float] = (6, 4)) -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as e:
-        raise ImportError("hypergrad.plots needs matplotlib: pip install hypergrad-jax[studies]") from e
+        raise ImportError("hypergrad.plots needs matplotlib: pip install matplotlib") from e
     return plt.subplots(figsize=size, layout="constrained")[1]
 
 

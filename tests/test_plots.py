@@ -138,5 +138,5 @@ def test_without_a_schedule_there_is_nothing_to_draw() -> None:
 
 def test_missing_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with fails(ImportError, "pip install hypergrad-jax[studies]"):
+    with fails(ImportError, "pip install matplotlib"):
         plots.learning(result([1.0]))

@@ -96,8 +96,11 @@ def summary(record: Record) -> str:
         (road for road in others if road["bytes"]), key=lambda road: (round(road["bytes"] / 2**20, 1), _median(road))
     )
 
+    shown = fastest(roads).values()
+
     def told(road: Record) -> str:
-        return f"{_median(road):.2f} in {_mebibytes(road['bytes'])} MiB ({label(road)})"
+        name = label(road) + ", not in the form of the table" * (road not in shown)
+        return f"{_median(road):.2f} in {_mebibytes(road['bytes'])} MiB ({name})"
 
     return (
         f"{_median(ours):.2f} times plain training in {_mebibytes(ours['bytes'])} MiB. The fastest other way takes "

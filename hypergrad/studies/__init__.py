@@ -1,4 +1,4 @@
-"""Optuna studies that use hypergradients: `import hypergrad as hg`, then `hg.studies`. Needs hypergrad-jax[studies].
+"""Optuna studies that use hypergradients: `import hypergrad as hg`, then `hg.studies`. Needs the extra "studies".
 
 Invariant: all that a sampler decides is a function of the trials in the storage. A process that starts anew, or a second one
 beside it, reads there what it needs.
@@ -7,7 +7,7 @@ beside it, reads there what it needs.
 try:
     import optuna as _optuna  # noqa: F401
 except ImportError as error:
-    raise ImportError("hypergrad.studies needs optuna: pip install hypergrad-jax[studies]") from error
+    raise ImportError("hypergrad.studies needs optuna: pip install optuna") from error
 
 from hypergrad.studies._gradients import report_gradient as report_gradient
 from hypergrad.studies._record import RecordTrials as RecordTrials
