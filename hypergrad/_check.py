@@ -188,7 +188,7 @@ def _content(run: Run, inputs: Inputs, plan: Any, end: State) -> Any:
     for block, values, slots, own in zip(run.blocks, inputs.values, end, by_link(run, plan), strict=True):
         for link in block.chain:
             if link.decay:
-                total += values[link.name].size * block.buffer(link).length(
+                total += float(values[link.name].size) * block.buffer(link).length(
                     slots[link.name].digits, own[link.name].end.words
                 )
     return total / sum(inputs.values[j][PARAMS].size for j in run.parameters) / run.steps

@@ -24,7 +24,7 @@ from hypergrad._placement import mesh_in_force, sharding_of
 from hypergrad._processes import several
 from hypergrad._report import Ledger, listen
 from hypergrad.batches import check_key
-from hypergrad.errors import BUFFER_FULL, ISOLATED, OK, REVERSAL, HypergradError, NonFiniteError
+from hypergrad.errors import ISOLATED, OK, HypergradError, NonFiniteError
 from hypergrad.hypers import hyper_path, natural
 
 
@@ -187,11 +187,11 @@ class Evaluation:
     def grown(self) -> bool:
         """Whether runs must be compiled otherwise, with larger buffers or with gradients apart from their derivatives; if
         so, they will be, and what was compiled is forgotten."""
-        ledger, failure = self.ledger, self.ledger.failure
-        if any(int(status.code) == REVERSAL for status in ledger.statuses) and not ledger.isolate:
+        ledger = self.ledger
+        if ledger.lost and not ledger.isolate:
             ledger.isolate = True
-        elif failure is not None and int(failure.code) == BUFFER_FULL and int(failure.words) > ledger.capacity:
-            ledger.capacity = -(-5 * int(failure.words) // 4)  # a quarter more: learned decays drift
+        elif ledger.words > ledger.capacity:
+            ledger.capacity = -(-5 * ledger.words // 4)  # a quarter more: learned decays drift
         else:
             return False
         self.programs.clear()

@@ -96,7 +96,8 @@ def recorded(history: list[MetaStep]) -> dict[str, Any]:
     for done in history:
         record = numbers(done) | {"status": None}
         if done.status is not None:
-            place = [list(done.status.names), list(done.status.limits), list(done.status.approximate)]
+            of_run = (done.status.names, done.status.limits, done.status.approximate)
+            place = [*map(list, of_run), done.status.microbatches]
             places += [] if place in places else [place]
             fields = {k: np.asarray(getattr(done.status, k)).item() for k in _DTYPES}
             record["status"] = {k: _json(v) for k, v in fields.items()} | {"places": places.index(place)}
@@ -110,9 +111,10 @@ def restored(run: dict[str, Any], hypers: list[Any]) -> list[MetaStep]:
     for record, h in zip(run["steps"], hypers, strict=True):
         status = record["status"]
         if status is not None:
-            names, limits, approximate = map(tuple, run["places"][status["places"]])
+            *of_run, parts = run["places"][status["places"]]
+            names, limits, approximate = map(tuple, of_run)
             fields: Any = {k: dtype(_number(status[k])) for k, dtype in _DTYPES.items()}
-            status = Status(**fields, names=names, limits=limits, approximate=approximate)
+            status = Status(**fields, names=names, limits=limits, approximate=approximate, microbatches=parts)
         kept: Any = {k: v if k == "status" else _number(v) for k, v in record.items() if k != "gradients"}
         kept["gradients"] = {k: _number(v) for k, v in record["gradients"].items()}
         history.append(MetaStep(**{**kept, "status": status, "hypers": h}))
@@ -156,9 +158,9 @@ def _index(x: Any) -> bool:
 
 
 def _places(x: Any) -> bool:
-    """[names, limits, what is approximate]"""
-    lists = isinstance(x, list) and len(x) == 3 and all(isinstance(part, list) for part in x)
-    return lists and len(x[0]) == len(x[1]) and all(map(text, x[0] + x[2])) and all(map(number, x[1]))
+    """[names, limits, what is approximate, microbatches]"""
+    formed = isinstance(x, list) and len(x) == 4 and all(isinstance(part, list) for part in x[:3]) and is_natural(x[3])
+    return formed and len(x[0]) == len(x[1]) and all(map(text, x[0] + x[2])) and all(map(number, x[1]))
 
 
 # The forms of what `recorded` gives.

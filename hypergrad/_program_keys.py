@@ -96,11 +96,18 @@ def equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 def programs_in(value: Any) -> Iterator[Jaxpr]:
     """Those that a parameter of an equation holds."""
-    if isinstance(value, (Jaxpr, ClosedJaxpr)):
-        yield value.jaxpr if isinstance(value, ClosedJaxpr) else value
+    return (program for program, _ in closed_in(value))
+
+
+def closed_in(value: Any) -> Iterator[tuple[Jaxpr, list[Any]]]:
+    """The same with the arrays that they close over."""
+    if isinstance(value, ClosedJaxpr):
+        yield value.jaxpr, value.consts
+    elif isinstance(value, Jaxpr):
+        yield value, []
     elif isinstance(value, (tuple, list)):
         for x in value:
-            yield from programs_in(x)
+            yield from closed_in(x)
 
 
 def _of_value(value: Any) -> Any:

@@ -49,9 +49,10 @@ from hypergrad.adjoints.recorded import Recorded
 from hypergrad.adjoints.reversible import Kept
 from hypergrad.adjoints.stored import buffers_of, spans
 from hypergrad.errors import ReversalError, StorageError
+from hypergrad.run.by_leaf import by_leaf, laid_out
 from hypergrad.run.disk import DiskWords
 from hypergrad.run.fingerprints import state_prints
-from hypergrad.run.plan import marks, numerators
+from hypergrad.run.plan import by_link, marks, numerators
 from hypergrad.run.rewind import rewound
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Outcome, note
@@ -88,7 +89,7 @@ def record(
     for files that cannot be written or were changed. Another version of JAX or another processor is a warning: it may round
     otherwise, and then going back ends in `hg.ReversalError`.
     """
-    given = {"params": params, "optimizer": optimizer, "theta": theta, "state": state, "statistics": statistics}
+    given = {"params": params, "theta": theta, **_apart({"optimizer": optimizer, "state": state, "statistics": statistics})}
     made = Made(loss, batches, steps, given, microbatches)
     path = pathlib.Path(folder)
     if not (path / NAME).exists():
@@ -175,7 +176,8 @@ class Record:
             raise ValueError(f"`steps` of resume are in all: at least the {step} that are behind it; got {run.steps}.")
         with own_settings():
             plan, first, _ = begin(run, inputs)
-            if _shapes(first) != _shapes(state):
+            leaves = by_leaf(self._run, state)
+            if _links(run) != _links(self._run) or _shapes(first) != _shapes(state := laid_out(run, leaves)):
                 raise ValueError("`optimizer` must have the accumulators of the recorded run; it has others.")
             self._same_units(run, inputs, step)
             losses = self._end.losses[:step]
@@ -262,17 +264,40 @@ class Record:
         )
 
     def _same_units(self, run: Run, inputs: Inputs, step: int) -> None:
-        there, here = (one.outside_loop(numerators, own.h) for one, own in ((self._run, self._inputs), (run, inputs)))
-        for old, new in zip(there, here, strict=True):
-            if not np.array_equal(old[:step], new[:step]):
+        there, here = _decays(self._run, self._inputs), _decays(run, inputs)
+        for link, old in there.items():
+            if link not in here or not np.array_equal(old[:step], here[link][:step]):
                 raise ValueError(
                     f"the decays (momenta) of the steps before {step} must be those of the recorded run, in whose units its "
                     "state is; change them from there on, by hg.PerStep."
                 )
 
 
+def _links(run: Run) -> dict[Any, list[str]]:
+    """Of each leaf."""
+    return {(block.of_parameters, i): [link.name for link in block.chain] for block in run.blocks for i in block.leaves}
+
+
+def _decays(run: Run, inputs: Inputs) -> dict[Any, Array]:
+    """Of each leaf and link that decays, the numerators of all steps."""
+    found = by_link(run, run.outside_loop(numerators, inputs.h))
+    return {
+        (block.of_parameters, i, name): own
+        for block, of_block in zip(run.blocks, found, strict=True)
+        for i in block.leaves
+        for name, own in of_block.items()
+    }
+
+
 def _shapes(state: State) -> Any:
     return jax.tree.structure(state), [x.shape for x in jax.tree.leaves(state)]
+
+
+def _apart(tree: Any) -> Any:
+    """Each number an array of its own: leaves that have the same one would lie side by side, or share a schedule, and not
+    where each is differentiated for itself."""
+    alone = lambda x: isinstance(x, float) or (eqx.is_inexact_array(x) and x.ndim < 2)  # noqa: E731
+    return jax.tree.map(lambda x: jnp.array(x) if alone(x) else x, tree)
 
 
 def _is_float(x: Any) -> bool:

@@ -3,6 +3,7 @@
 Invariant: record.json is written last: a folder without it holds no record.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import shutil
@@ -37,8 +38,12 @@ from hypergrad.run.status import Capacity, Noted, Outcome, assess, note, nothing
 from hypergrad.run.step import State, final_values, initial_state
 
 
-NAME, END = "record.json", "end.npz"
-FORMAT = 4  # of `prints`, too
+NAME, END, CLAIM = "record.json", "end.npz", "recording"
+FORMAT = 5  # of `prints`, too
+_IN_USE = (
+    "`folder` {} holds files and no finished record: training was interrupted, another process records there, or it is used "
+    "for something else. Empty it, or name another."
+)
 
 
 class Made(NamedTuple):
@@ -73,19 +78,52 @@ class End(NamedTuple):
 
 
 def train_and_keep(made: Made, folder: pathlib.Path, states_budget: int | str | None = None) -> None:
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(
-            f"`folder` {folder} holds files and no finished record: training was interrupted, or it is used for something "
-            "else. Empty it, or name another."
-        )
+    _check_empty(folder)
     if isinstance(made.batches, HostBatches):
         raise ValueError("hg.record needs `batches` that are a function of t, such as hg.stacked; got hg.host_batches.")
     run, inputs, _ = run_of(made, folder)
+    claim = _claimed(folder)
+    try:
+        _check_empty(folder)
+    except ValueError:
+        claim.unlink()
+        if (folder / NAME).exists():  # finished by another process since
+            return
+        raise
     try:
         _keep(run, inputs, folder, states_budget)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         raise
+    claim.unlink()
+
+
+def _check_empty(folder: pathlib.Path) -> None:
+    if folder.exists() and any(path.name != CLAIM for path in folder.iterdir()):
+        raise ValueError(_IN_USE.format(folder))
+
+
+def _claimed(folder: pathlib.Path) -> pathlib.Path:
+    """The file by which this call has the folder alone; who comes second is told, and touches nothing."""
+    claim = folder / CLAIM
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_new(claim, b"")
+    except FileExistsError as error:
+        raise ValueError(_IN_USE.format(folder)) from error
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written to: {error.strerror or error}.") from error
+    return claim
+
+
+def _remove(folder: pathlib.Path) -> None:
+    """All that recording may have written into a folder that was empty when it was claimed."""
+    for words in folder.glob("words-*"):
+        shutil.rmtree(words, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for path in (*folder.glob(file_of("*")), folder / END, folder / NAME, folder / CLAIM):
+            path.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _keep(run: Run, inputs: Inputs, folder: pathlib.Path, states_budget: int | str | None) -> None:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from hypergrad._program_keys import programs_in
+from hypergrad._program_keys import closed_in
 from hypergrad._settings import own_settings
 from hypergrad.run.forward import steps_of, train_step
 from hypergrad.run.per_step import split
@@ -89,7 +89,8 @@ def _program(run: Run, inputs: Inputs) -> str:
         return train_step(inner, inner.gradient, consts, state, jax.tree.map(lambda x: x[0], xs))[0]
 
     with own_settings():
-        text = "\n".join(_lines(jax.make_jaxpr(one)(inputs).jaxpr))
+        program = jax.make_jaxpr(one)(inputs)
+        text = "\n".join([_digest(program.consts), *_lines(program.jaxpr)])
     return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()
 
 
@@ -107,9 +108,10 @@ def _lines(program: Jaxpr) -> Iterator[str]:
         for name, value in sorted(e.params.items()):
             if name.endswith("sharding"):
                 continue  # where arrays lie
-            inner = list(programs_in(value))
+            inner = list(closed_in(value))
             yield f"{name} {'' if inner else value}"
-            for one in inner:
+            for one, consts in inner:
+                yield _digest(consts)
                 yield from _lines(one)
     yield f"({named(program.outvars)})"
 

@@ -10,7 +10,7 @@ from hypergrad.run.spec import Run
 from hypergrad.run.step import State
 
 
-def file_of(step: int) -> str:
+def file_of(step: int | str) -> str:
     return f"state-{step}.npz"
 
 

@@ -20,7 +20,7 @@ from jax import Array
 from hypergrad import _lifted
 from hypergrad._processes import several
 from hypergrad._settings import own_settings
-from hypergrad.errors import OK, Status
+from hypergrad.errors import BUFFER_FULL, OK, REVERSAL, Status
 
 
 Norms = dict[str, Any]  # link -> log of the norm of its cotangent before each step and at the end: float32 [..., steps + 1]
@@ -41,6 +41,8 @@ class Ledger:
         self.statuses: list[Status] = []
         self.norms: list[Norms] = []  # of each run that was reversed, and went well
         self.failure: Status | None = None  # the first, of a run that was asked to throw
+        self.lost = False  # whether a run did not come back, whatever became of others
+        self.words = 0  # per parameter, that a run would have needed which was asked to throw, likewise
         self.capacity = 0  # words per parameter, at least, for runs that leave the choice to the library
         # What links lose whose decays are traced, by name: words of the buffer at all steps, and bits at one.
         self.room: tuple[tuple[str, tuple[int, float]], ...] = ()
@@ -49,15 +51,18 @@ class Ledger:
 
     def record(self, status: Status, throw: bool, norms: Norms) -> None:
         self.statuses.append(status.worst())
+        codes, words = (x.reshape(-1) for x in np.broadcast_arrays(status.code, status.words))
+        self.lost |= bool((codes == REVERSAL).any())
+        if throw:
+            self.words = max(self.words, int(words.max(initial=0, where=codes == BUFFER_FULL)))
         if norms:
-            codes = np.asarray(status.code).reshape(-1)
             rows = zip(codes, *(np.asarray(x).reshape(len(codes), -1) for x in norms.values()), strict=True)
             self.norms += [dict(zip(norms, row, strict=True)) for code, *row in rows if code == OK]
         if throw and self.failure is None and int(self.statuses[-1].code) != OK:
             self.failure = self.statuses[-1]
 
     def clear(self) -> None:
-        self.statuses, self.norms, self.failure = [], [], None
+        self.statuses, self.norms, self.failure, self.lost, self.words = [], [], None, False, 0
         self.guessed = None if self.guessed is None else 0
 
     def summary(self) -> Status | None:
@@ -181,12 +186,14 @@ _ONE_PROBE = threading.Lock()
 def probe(curvature: bool = False) -> Iterator[tuple[list[Trace], list[np.ndarray]]]:
     """Runs differentiated inside leave a `Trace` each, and none raises: a run that fails is a result, not an error.
     curvature: all runs leave what `hypergrad/_sharpness.py` measures, [steps], too."""
-    with _ONE_PROBE:
-        _TRACES.clear()
-        _EXCESSES.clear()
-        with _PROBING("curvature" if curvature else "growth"):
+    global _TRACES, _EXCESSES
+    with _ONE_PROBE, _PROBING("curvature" if curvature else "growth"):
+        _TRACES, _EXCESSES = [], []
+        try:
             yield _TRACES, _EXCESSES
             jax.effects_barrier()
+        finally:
+            _TRACES, _EXCESSES = [], []  # what was found is who asked's alone
 
 
 def probing() -> bool:

@@ -18,7 +18,7 @@ from hypergrad._safe_files import Damaged, Missing, digest, parsed, read, unseal
 
 
 RUN = "run.json"
-FORMAT = 3  # 1 had no checksums, and no owner; 2 no room by link
+FORMAT = 4  # 1 had no checksums, and no owner; 2 no room by link; 3 no microbatches
 _LONGEST = 2**28  # bytes: half a million meta-steps
 
 HYPERS = re.compile(r"hypers-\d{6,9}(-[0-9a-f]{16})?\.npz")

@@ -61,7 +61,9 @@ def set_up(problem: Problem, adjoint: Adjoint = Reversible(), throw: bool = True
         door.check_signature(CALL, metric, "hypers is the optimizer, as it is at that step.")
         of_parameters = tuple(block for block in blocks if block.of_parameters)
         traced = measured(traced, metric, optimizer, steps, of_parameters, out.values, jax.tree.structure(params))
-    linear = optimizer.linear and not optimizer.signals and not statistics_in(blocks)
+    # A transformation that reads links passes cotangents back to them: those of links after it must be known first.
+    reading = any(around.reads for around in out.transforms)
+    linear = optimizer.linear and not optimizer.signals and not statistics_in(blocks) and not reading
     run = Run(
         traced.functions,
         blocks,

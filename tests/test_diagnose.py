@@ -12,7 +12,7 @@ from tiny import fails
 
 import hypergrad as hg
 from hypergrad._diagnose import GROWTH, judge
-from hypergrad._report import Trace
+from hypergrad._report import Trace, probe
 from hypergrad.errors import Status
 
 
@@ -196,3 +196,14 @@ def test_the_largest_curvature_is_not_the_most_negative() -> None:
     saddle = lambda w, _, batch: jnp.sum(jnp.array([1.0, -3.0, 0.1]) * w**2) / 2  # noqa: E731
     run = lambda h, key: hg.train(saddle, jnp.ones(3), hg.HeavyBall(h, 0.5), hg.full_batch(None), steps=1).params  # noqa: E731
     np.testing.assert_allclose(hg.diagnose(run, jnp.sum, 0.3, curvature=True).excess, [0.3 * 1.0 / 3], rtol=1e-3)
+
+
+def test_what_a_probe_found_stays_that_of_its_runs() -> None:
+    """Whoever asks next, in another thread perhaps, has lists of its own."""
+    h = {"learning_rate": 0.1, "momentum": 0.5, "start": 1.0, "theta": 0.0}
+    run = jax.grad(lambda h: jnp.sum(train_fn(h, None)))
+    with probe() as (first, _):
+        run(h)
+    with probe() as (second, _):
+        pass
+    assert len(first) == 1 and not second

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import some_of
 from tiny import fails, train
 
 import hypergrad as hg
@@ -213,7 +214,7 @@ def test_a_capacity_of_ones_own_that_is_too_small():
         assert int(caught.value.status.words) == WORDS
 
 
-@pytest.mark.parametrize("jit", [True, False])
+@some_of("jit", [True, False], True)
 def test_a_capacity_left_to_the_library_grows(jit):
     result = optimize({"momentum": hg.unit_interval(0.01)}, forgetful, jit=jit)
     assert [int(done.status.words) for done in result.history] == [WORDS, WORDS]

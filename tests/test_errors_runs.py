@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value
 from tiny import BATCHES, PARAMS, fails, fails_compiled, final, loss, sentence, train
 
 import hypergrad as hg
@@ -246,10 +247,7 @@ def test_without_throw_every_lane_has_its_own_status():
     np.testing.assert_allclose(trained.params["w"][2], alone.params["w"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    "adjoint", [hg.Reversible(), hg.Unrolled(), hg.Checkpointed()], ids=["exact", "unrolled", "checkpointed"]
-)
+@every_value("adjoint, compiled", [hg.Reversible(), hg.Unrolled(), hg.Checkpointed()], [False, True])
 def test_without_throw_the_gradient_of_a_failed_run_is_nan_and_not_zero(adjoint, compiled):
     slope = jax.grad(lambda rate: diverging(rate, adjoint).params["w"].sum())
     slope = jax.jit(slope) if compiled else slope

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import pytest
-from covering import long
+from covering import every_value, long
 from test_optimize import RATE, trainer, val_fn
 
 import hypergrad as hg
@@ -52,8 +52,7 @@ def looped(train_fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda h, key: jax.lax.scan(lambda c, k: (train_fn(h, k), None), train_fn(h, key), jax.random.split(key, 2))[0]
 
 
-@pytest.mark.parametrize("seeds", [1, 3])
-@pytest.mark.parametrize("around", [lambda f: f, called, batched])
+@every_value("seeds, around", [1, 3], [lambda f: f, called, batched])
 def test_programs_of_the_meta_loop_have_no_callback_and_report(around: Any, seeds: int) -> None:
     jaxpr, ledger = program(around(trainer(8)), seeds)
     assert not contains(jaxpr, "pure_callback") and not contains(jaxpr, "hypergrad_report")

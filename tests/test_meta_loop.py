@@ -239,3 +239,18 @@ def test_progress_shows_what_there_is() -> None:
     ]
     progress(done._replace(gradient_error=math.nan, failed_seeds=0, clipped_seeds=1, growth=1e4))
     assert file.getvalue().endswith("|gradient| 2   0.10 s   1 clipped   training amplifies 1e+04 times\n")
+
+
+def test_what_a_diverging_seed_has_does_not_hide_what_others_need() -> None:
+    """They lack room for digits: it grows, and they go well."""
+    first = jax.random.key_data(jax.random.split(jax.random.fold_in(jax.random.key(0), 0), 3)[0])
+
+    def train_fn(h: Any, key: Any) -> Any:
+        start = jnp.where((jax.random.key_data(key) == first).all(), jnp.inf, 1.0) * jnp.ones(3)
+        of = lambda w, _, x: jnp.sum((w - x) ** 2)  # noqa: E731
+        return hg.train(of, start, hg.SGD(0.01, h["m"]), hg.full_batch(jnp.float32(0)), steps=100).params
+
+    done = hg.optimize(
+        train_fn, lambda w: jnp.sum(w**2), {"m": hg.unit_interval(0.2)}, meta_steps=1, seeds_per_step=3, skip_nonfinite=True
+    ).history[0]  # 2.3 bits a step, where one is guessed
+    assert done.failed_seeds == 1 and math.isfinite(done.value)

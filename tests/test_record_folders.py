@@ -12,12 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import some_of
 from recorded import NET, RATES, SEGMENT, STEPS, assert_same, drawn, options
 from tiny import fails
 
 import hypergrad as hg
+from hypergrad import _record_files
 from hypergrad._safe_files import sealed, unsealed
 from hypergrad.run import cuts, disk, rewind
 
@@ -97,7 +100,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGE)
+@some_of("name", DAMAGE, "a state, flipped", "end.npz, cut off", "words, flipped", "words, without the last chunk")
 def test_a_damaged_record_is_an_error_by_the_file(name: str, recorded: Any, tmp_path: pathlib.Path) -> None:
     pattern, damage, fragment = DAMAGE[name]
     folder = shutil.copytree(recorded["1MiB" if pattern.startswith("state") else None], tmp_path / "run")
@@ -223,3 +226,58 @@ def test_what_cannot_be_recorded(tmp_path: pathlib.Path) -> None:
     with fails(ValueError, "holds files and no finished record"):
         hg.record(**options(), folder=tmp_path)
     assert disk.Disk(tmp_path).folder == str(tmp_path)
+
+
+def test_who_records_second_opens_what_was_finished_first(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It found the folder empty, and the other was quicker."""
+    run_of = _record_files.run_of
+
+    def slow(*a: Any) -> Any:
+        monkeypatch.setattr(_record_files, "run_of", run_of)
+        hg.record(**options(), folder=tmp_path)
+        return run_of(*a)
+
+    monkeypatch.setattr(_record_files, "run_of", slow)
+    assert_same(hg.record(**options(), folder=tmp_path).rewind(0).params, NET.params())
+    assert not (tmp_path / _record_files.CLAIM).exists()
+
+
+def test_who_records_second_touches_nothing_of_the_first(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = _record_files._keep
+
+    def slow(*a: Any) -> Any:
+        monkeypatch.setattr(_record_files, "_keep", keep)
+        with fails(ValueError, "another process records there"):
+            hg.record(**options(), folder=tmp_path)
+        return keep(*a)
+
+    monkeypatch.setattr(_record_files, "_keep", slow)
+    assert_same(hg.record(**options(), folder=tmp_path).rewind(0).params, NET.params())
+
+
+def test_training_that_fails_removes_what_it_wrote_alone(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep, mine = _record_files._keep, tmp_path / "mine.txt"
+    monkeypatch.setattr(_record_files, "_keep", lambda *a: (mine.touch(), keep(*a)))
+    with pytest.raises(hg.RangeError):
+        hg.record(**options() | {"optimizer": hg.SGD(1e9, 0.05)}, folder=tmp_path)
+    assert list(tmp_path.iterdir()) == [mine]
+
+
+def test_arrays_that_a_rule_closes_over_are_part_of_its_print(tmp_path: pathlib.Path) -> None:
+    def masked(mask: np.ndarray) -> Any:
+        class Masked(hg.optimizers.Optimizer):
+            learning_rate: Any = 0.1
+            momentum: Any = 0.5
+            chain = (
+                hg.optimizers.Link("velocity", lambda h, z, g: -g, decay="momentum"),
+                hg.optimizers.Link("params", lambda h, z: h.learning_rate * mask * z.velocity),
+            )
+
+        return Masked()
+
+    given = {"loss": lambda w, _, x: jnp.sum((w - x) ** 2), "params": jnp.ones(3), "steps": 4}
+    given |= {"batches": hg.full_batch(jnp.float32(0)), "folder": tmp_path}
+    hg.record(**given, optimizer=masked(np.ones(3, np.float32)))
+    hg.record(**given, optimizer=masked(np.ones(3, np.float32)))
+    with fails(ValueError, "is of another run", "what `loss`, `batches` or `optimizer` compute differ"):
+        hg.record(**given, optimizer=masked(np.float32([1, 0, 1])))

@@ -45,7 +45,7 @@ def faster(by: float) -> Any:
     return optax.stateless(lambda updates, params: jax.tree.map(lambda x: jnp.full_like(x, by), updates))
 
 
-@pytest.mark.parametrize(("seeds", "jit"), [(1, True), long(1, False), long(3, True), (2, False)])
+@pytest.mark.parametrize(("seeds", "jit"), [(1, True), long(1, False), long(3, True), long(2, False)])
 def test_growth_is_that_of_a_diagnosis(seeds: int, jit: bool) -> None:
     done = optimized(seeds_per_step=seeds, jit=jit).history[0]
     key = jax.random.fold_in(jax.random.key(0), 0)

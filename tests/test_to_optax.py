@@ -105,7 +105,7 @@ def held(values: hg.PerStep, steps: int) -> hg.PerStep:
     "rule",
     [
         long(hg.ADOPT(0.01)),
-        hg.Lion(0.002),
+        long(hg.Lion(0.002)),
         long(hg.NAdamW(hg.PerStep(jnp.linspace(0.001, 0.01, STEPS)), per_step(0.8, 0.9), bits=2)),
         long(hg.ScheduleFreeAdamW(0.02, bits=2)),
         hg.muon_with_adamw(0.02, labels=lambda p: {k: "muon" if x.ndim == 2 else "adamw" for k, x in p.items()}),

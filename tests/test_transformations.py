@@ -110,6 +110,7 @@ print(json.dumps([jax.config.jax_enable_x64, [x.dtype.name for x in results], [f
 """
 
 
+@pytest.mark.long
 def test_a_process_with_x64_gives_the_same() -> None:
     arguments = [sys.executable, "-W", "error::UserWarning", "-c", SCRIPT, os.path.dirname(__file__)]
     environment = {**os.environ, "JAX_ENABLE_X64": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}

@@ -17,7 +17,7 @@ from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import STATISTICS, Link
 from hypergrad.optimizers.expand import Hypers
 from hypergrad.run.spec import Run
-from hypergrad.run.step import Entries, Signals, State, decoded, increment_at, readable, replaced, retreat
+from hypergrad.run.step import Entries, Signals, State, decoded, increment_at, readable, replaced, rests, retreat
 
 
 class Cotangents(NamedTuple):
@@ -51,7 +51,7 @@ def undo_link(
     That of z itself has yet to decay.
     """
     block, g = run.blocks[j], signals[j].get(link.signal)
-    if link.increment is None:
+    if rests(link):
         return state, ct, None
     read = _stored_reads(run, j, link, t, state)
     back = pull(block, link, ct.z[j][link.name], h[j], read, g)

@@ -22,7 +22,7 @@ class ADOPT(Optimizer):
     nothing: m keeps what it had. As `optax.contrib.adopt` and `adoptw` (Taniguchi et al. 2024). learning_rate: a;
     weight_decay: wd; b1 and b2 in [2^-16, 1 - 2^-16], used as multiples of 2^-16 (0.9999 as 0.99989). Each a scalar, a
     `PerStep`, an array of a parameter's shape, or a pytree prefix of the parameters with such leaves. State: {"mean",
-    "square": like params}; a run that goes on from one has no first step.
+    "square": like params}; a run that goes on from one has no first step, and t = 1, 2, ..
     """
 
     learning_rate: Any
@@ -42,9 +42,9 @@ class ADOPT(Optimizer):
         t = jnp.arange(steps, dtype=h["b1"].dtype).reshape(steps, *[1] * (h["b1"].ndim - 1))
         first = {"b1": jnp.where(t == 0, 1, h["b1"]), "b2": jnp.where(t == 0, 2.0**-16, h["b2"])}
         first["fresh"] = jnp.where(t == 0, 1, 1 - h["b2"])
-        later = {"later b1": h["b1"], "later b2": h["b2"]}
+        later = {"later b1": h["b1"], "later b2": h["b2"], "later largest": jnp.sqrt(jnp.sqrt(t + 1))}
         return {**h, **first, **later, **decay_of(h), "largest": jnp.sqrt(jnp.sqrt(t))}
 
     def begin(self, h: dict[str, Array], z: dict[str, Array]) -> dict[str, Array]:
         del z
-        return {**h, "b1": h["later b1"], "b2": h["later b2"], "fresh": 1 - h["later b2"]}
+        return {**h, "b1": h["later b1"], "b2": h["later b2"], "fresh": 1 - h["later b2"], "largest": h["later largest"]}

@@ -72,7 +72,6 @@ def _weight(link: Link, steps: int, rho: Any, before: Any) -> Array | None:
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=True)
 def _whole_weight(rho: Array, before: Any, denominator: int, may_be_one: bool, steps: int, per_step: bool) -> Array:
-    """before + (1 - before) (1 - the product of rho over the steps)."""
-    x = to_ratio(rho.astype(jnp.promote_types(rho.dtype, jnp.float32)), denominator, may_be_one)
-    product = jnp.prod(x[:steps], axis=0) if per_step else x**steps
-    return before + (1 - before) * (1 - product)
+    """before + (1 - before) (1 - the product of rho over the steps), by logarithms: see `_mean_weight` in adam.py."""
+    x = jnp.log(to_ratio(rho.astype(jnp.promote_types(rho.dtype, jnp.float32)), denominator, may_be_one))
+    return before - (1 - before) * jnp.expm1(jnp.sum(x[:steps], axis=0) if per_step else steps * x)

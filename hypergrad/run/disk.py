@@ -15,6 +15,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import secrets
 import shutil
 import struct
@@ -35,6 +36,7 @@ except ImportError:  # Windows: nobody can tell what is left over
     fcntl = None  # type: ignore[assignment]
 
 _NUMBERS = struct.Struct("<4Q")
+_OURS, _FILES = re.compile("words-[0-9a-f]{16}"), re.compile(r"lock|lock\.part|[^/]+\.words")
 _LINE = 4096  # bytes
 _DIGEST = hashlib.sha256().digest_size
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
@@ -211,9 +213,11 @@ def _locked(folder: pathlib.Path) -> int:
 
 
 def _remove_left_over(folder: pathlib.Path) -> None:
-    """What processes have left that were killed: their locks went with them."""
+    """What processes have left that were killed: their locks went with them. Nothing that is not ours is touched."""
     for lock in folder.glob("words-*/lock") if fcntl is not None else ():
         with contextlib.suppress(OSError):
+            if not _OURS.fullmatch(lock.parent.name) or not all(map(_FILES.fullmatch, os.listdir(lock.parent))):
+                continue
             descriptor = os.open(lock, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,6 +17,10 @@ from hypergrad._program_keys import key_of
 from hypergrad._programs import Program, closing_over
 
 
+# What is negative in an equation has been counted from the end already, or is meant to be clamped to the first row.
+AS_THEY_ARE = {"allow_negative_indices": False}
+
+
 class Read(NamedTuple):
     """A gather or a slice of a leaf of theta, at indices that the batch alone decides; hashable."""
 
@@ -27,15 +31,15 @@ class Read(NamedTuple):
     def take(self, x: Array, indices: list[Array]) -> Array:
         given = dict(self.params)
         if "dimension_numbers" not in given:
-            return jax.lax.dynamic_slice(x, indices, given["slice_sizes"])
+            return jax.lax.dynamic_slice(x, indices, given["slice_sizes"], **AS_THEY_ARE)
         return jax.lax.gather(x, indices[0], **given)
 
     def give(self, total: Array, indices: list[Array], d: Array) -> Array:
         """total + the cotangent of x from that of take(x)."""
         given, d = dict(self.params), d.astype(total.dtype)
         if "dimension_numbers" not in given:
-            here = jax.lax.dynamic_slice(total, indices, given["slice_sizes"])
-            return jax.lax.dynamic_update_slice(total, here + d, indices)
+            here = jax.lax.dynamic_slice(total, indices, given["slice_sizes"], **AS_THEY_ARE)
+            return jax.lax.dynamic_update_slice(total, here + d, indices, **AS_THEY_ARE)
         numbers = given["dimension_numbers"]
         return jax.lax.scatter_add(
             total,

@@ -81,9 +81,14 @@ def increment(run: Run, j: int, link: Link, t: Array, state: State, h: list[Hype
     return increment_at(run.blocks[j], link, t, h[j], readable(run, j, link, state), signals[j].get(link.signal))
 
 
+def rests(link: Link) -> bool:
+    """Whether a link keeps its value. One that only decays adds 0, by which a record of an overflow stays as it is."""
+    return link.increment is None and not link.decay
+
+
 def increment_at(block: Block, link: Link, t: Array, h: Hypers, read: Floats, g: Array | None) -> Array | None:
     """`increment` at what `readable` gives: the same bits in every pass."""
-    if link.increment is None:
+    if rests(link):
         return None
     one = lambda h, read, g: block.increment(link, h, read, g)  # noqa: E731
     return isolated(t, one, h, read, g) if block.isolated[block.chain.index(link)] else one(h, read, g)

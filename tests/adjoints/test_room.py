@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from covering import some_of
+from covering import long, some_of
 from tiny import fails, final, train
 
 import hypergrad as hg
@@ -180,7 +180,11 @@ def test_bounds_hold_in_a_meta_loop_too(monkeypatch, rooms):
     assert rooms[0]["mean"] - needed(0.85) in (0, 1)
 
 
-@pytest.mark.parametrize("inside", [lambda run: jax.jit(run)(), lambda run: jax.lax.map(lambda _: run(), jnp.arange(2))])
+def mapped(run):
+    return jax.lax.map(lambda _: run(), jnp.arange(2))
+
+
+@pytest.mark.parametrize("inside", [lambda run: jax.jit(run)(), long(mapped)])
 def test_a_run_inside_of_a_program_of_the_users(inside, monkeypatch, rooms):
     """What it needs cannot be asked: it has what is guessed, and what was traced to ask is not run in its place."""
     pick = (lambda run: jax.tree.map(lambda x: x[0], inside(run))) if len(inside(lambda: jnp.ones(())).shape) else inside

@@ -49,7 +49,7 @@ STATUS = {
     "small": -1, "quanta": 0.0, "faint": 0.0, "places": 0,
 }  # fmt: skip
 FORGED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "format 4": (lambda r: r.update(format=4), "holds another run: its format is 4"),
+    "format 5": (lambda r: r.update(format=5), "holds another run: its format is 5"),
     "no capacity": (lambda r: r.pop("capacity") and None, "it lacks 'capacity': hg.optimize did not write it"),
     "more": (lambda r: r.update(more=1), "it has a strange entry 'more'"),
     "memory": (lambda r: r.update(capacity=2**30), r"it\['capacity'\] is 1073741824"),

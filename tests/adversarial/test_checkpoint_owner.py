@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from covering import every_value
 
 from hypergrad import _folder_owner
 from hypergrad._folder_owner import Owner
@@ -145,8 +146,7 @@ def lived(seed: int, folder: pathlib.Path, patch: pytest.MonkeyPatch, processes:
 NAMED = re.compile("`checkpoint` .* is (in use|no longer that of this run)(?:: several|[:,] process)")
 
 
-@pytest.mark.parametrize("deaths", [False, True], ids=["suspended", "killed"])
-@pytest.mark.parametrize("processes", [2, 3, 4])
+@every_value("processes, deaths", [2, 3, 4], [False, True])
 def test_whoever_commits_has_read_what_was_committed_last(processes: int, deaths: bool, tmp_path: pathlib.Path) -> None:
     ended = set()
     for seed in range(40):

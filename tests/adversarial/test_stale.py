@@ -237,7 +237,7 @@ def test_a_pullback_belongs_to_the_call_that_made_it() -> None:
     np.testing.assert_allclose(push(1.0), expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("adjoint", [*ROADS, long(hg.Reversible(driver="host"))])
+@some_of("adjoint", [*ROADS, hg.Reversible(driver="host")], ROADS[0])
 def test_losses_and_data_are_freed(adjoint: Any) -> None:
     alive = []
     for i in range(40):

@@ -53,8 +53,7 @@ def test_schedule_is_words_needed_and_no_head_reaches_2_to_the_32(d, data):
     assert max(bounds) < 2**32
 
 
-@pytest.mark.parametrize("d", DENOMINATORS)
-@pytest.mark.parametrize("buffer", [HEADS, DEFERRED], ids=["heads", "deferred"])
+@every_value("buffer, d", [HEADS, DEFERRED], DENOMINATORS)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=60)
 def test_a_schedule_goes_on_from_where_it_stood(buffer, d, data):

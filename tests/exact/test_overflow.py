@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value
 from extremes import GRIDS, SCALES, SIZE, STEP, VALUES, add_and_subtract, floats, quanta, scaled
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -109,9 +110,7 @@ INCREMENTS = np.tile([1.0, 1.0, 1.0, 0.4 * LIMIT, -1.0], (LENGTH, 1))
 INCREMENTS[HUGE, 1], INCREMENTS[NOT_A_NUMBER, 2] = 1e30, np.nan
 
 
-@pytest.mark.parametrize("wide", VALUES.values(), ids=VALUES)
-@pytest.mark.parametrize("n", [2**16 - 1, 2**15, 1])
-@pytest.mark.parametrize("buffer", [HEADS, DEFERRED], ids=["heads", "deferred"])
+@every_value("wide, n, buffer", VALUES.values(), [2**16 - 1, 2**15, 1], [HEADS, DEFERRED])
 def test_a_record_outlives_decays_and_increments(buffer, n, wide):
     @functools.partial(jax.jit, static_argnames="keeps")
     def train(keeps):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import every_value, long
+from covering import every_value, long, some_of
 from jax.test_util import check_grads
 
 import hypergrad as hg
@@ -133,3 +133,12 @@ def test_small_gradients_have_a_square_from_the_first_steps(rule: Any) -> None:
     run = hg.train(lambda w, _, g: jnp.vdot(w, g), jnp.zeros(3), rule, hg.full_batch(slope), steps=steps)
     rho = round(rule.b2 * 2**16) / 2**16
     np.testing.assert_allclose(run.state["square"], (1 - rho**steps) * np.square(slope, dtype=np.float64), rtol=0.005)
+
+
+@some_of("b2", [0.999, 1 - 2.0**-16], 1 - 2.0**-16)
+def test_weights_of_a_state_keep_the_digits_of_bias_corrections(b2: float) -> None:
+    for steps in (2, 10, 100):
+        batch = hg.full_batch(jnp.float32(0))
+        run = hg.train(lambda w, _, x: jnp.sum((w - x) ** 2), jnp.ones(3), hg.Adam(0.01, 0.5, b2), batch, steps=steps)
+        exact = -np.expm1(steps * np.log(np.round(b2 * 2**16) / 2**16))
+        np.testing.assert_allclose(run.state["square_weight"], exact, rtol=5e-7)

@@ -11,7 +11,7 @@ from classifier import batches, loss, params
 from covering import long
 
 import hypergrad as hg
-from hypergrad.optimizers import Link, Optimizer
+from hypergrad.optimizers import Link, Optimizer, Transformed
 from hypergrad.optimizers.held import held_link, schedule
 
 
@@ -160,3 +160,29 @@ def test_what_needs_no_link_or_is_no_rule_is_an_error() -> None:
 def test_errors_name_the_field_where_it_is() -> None:
     with pytest.raises(hg.RangeError, match=r"optimizer.rule.momentum for params"):
         hg.train(loss, params(), hg.with_gradient_link(Ahead(0.1, 1.5)), batches(), steps=2)
+
+
+class Drawn(Transformed):
+    """g <- 0.5 g + c d for the links after d, the link of the gradient, which itself sees g."""
+
+    amount: Any
+    reads, linear_transform, entrywise_transform = ("gradient",), True, True
+
+    @staticmethod
+    def transform(h: Any, w: Any, g: Any, z: Any) -> Any:
+        return [0.5 * x + hj.amount * zj.gradient for hj, x, zj in zip(h, g, z, strict=True)]
+
+
+def test_a_linear_transformation_may_read_the_link() -> None:
+    """What it passes back to the link is known only when what comes after it has been undone."""
+
+    def slopes(adjoint: Any) -> Any:
+        def value(rate: Any, amount: Any) -> jax.Array:
+            rule = Drawn(hg.Nesterov(rate, 0.9), amount)
+            return jnp.sum(jnp.cos(hg.train(wave, jnp.arange(1.0, 5.0), rule, data, steps=12, adjoint=adjoint).params))
+
+        return jax.grad(value, (0, 1))(0.02, 0.3)
+
+    with jax.enable_x64(True):
+        wave, data = lambda w, _, x: jnp.sum(jnp.sin(w * x) + w**2), hg.full_batch(jnp.float64(1.3))
+        np.testing.assert_allclose(slopes(hg.Reversible()), slopes(hg.Unrolled()), rtol=1e-9)

@@ -135,7 +135,7 @@ class Anchored(Base):
 
 
 @pytest.mark.parametrize(
-    "adjoint", [hg.Reversible(), hg.Unrolled(), long(hg.Checkpointed())], ids=lambda a: type(a).__name__
+    "adjoint", [hg.Reversible(), long(hg.Unrolled()), long(hg.Checkpointed())], ids=lambda a: type(a).__name__
 )
 def test_first_values_made_from_parameters_have_their_derivative(adjoint: Any) -> None:
     def end(w: jax.Array) -> jax.Array:
@@ -227,3 +227,36 @@ def test_rules_without_momentum_are_refused_with_the_reason(optimizer: Optimizer
     name = type(optimizer).__name__
     with pytest.raises(hg.RangeError, match=rf"momentum.* got 0.0.* no inverse \(.*{name}.* without momentum"):
         hg.testing.check_inverse(optimizer)
+
+
+class Annealed(Optimizer):
+    """s <- f s;  v <- m v - s g;  w <- w + a v."""
+
+    learning_rate: Any = 0.1
+    momentum: Any = 0.9
+    fade: Any = 0.99
+    chain = (
+        Link("scale", None, decay="fade", start=jnp.ones_like),
+        Link("velocity", lambda h, z, g: -z.scale * g, decay="momentum"),
+        Link("params", lambda h, z: h.learning_rate * z.velocity),
+    )
+
+
+def test_a_link_may_decay_and_add_nothing() -> None:
+    hg.testing.check_inverse(Annealed())
+    loss, data = lambda w, _, x: jnp.sum(jnp.cos(w - x)), hg.full_batch(jnp.float32(0))
+
+    def slopes(adjoint: Any) -> Any:
+        value = lambda rule: jnp.sum(hg.train(loss, jnp.ones(3), rule, data, steps=10, adjoint=adjoint).params)  # noqa: E731
+        return jax.tree.leaves(jax.grad(value)(jax.tree.map(jnp.asarray, Annealed())))
+
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(slopes(hg.Reversible()), slopes(hg.Unrolled()), rtol=1e-9)
+
+
+def test_a_value_out_of_range_is_told_of_a_link_that_only_decays() -> None:
+    far = type("Far", (Annealed,), {"__module__": __name__, "chain": (
+        Annealed.chain[0]._replace(start=lambda w: jnp.full_like(w, 1e6)), *Annealed.chain[1:],
+    )})  # fmt: skip
+    with pytest.raises(hg.RangeError, match="scale left the range .* before the first step"):
+        hg.train(lambda w, _, x: jnp.sum(w * x), jnp.ones(3), far(fade=0.5), hg.full_batch(jnp.float32(0)), steps=40)

@@ -83,3 +83,11 @@ def test_adopt_goes_on_without_a_first_step() -> None:
     np.testing.assert_array_equal(still.params["w1"], params()["w1"])
     assert not np.array_equal(rest.params["w1"], half.params["w1"])
     np.testing.assert_allclose(rest.losses[:1], whole.losses[10:11], rtol=1e-6)
+
+
+def test_the_first_gradient_after_a_state_of_adopt_counts() -> None:
+    half = hg.train(loss, params(), hg.ADOPT(0.01), batches(), steps=2)
+    on = lambda sign: hg.train(  # noqa: E731
+        lambda *a: sign * loss(*a), half.params, hg.ADOPT(0.01), batches(), steps=1, state=half.state
+    ).state["mean"]["w1"]
+    assert not np.array_equal(on(1.0), on(-1.0))

@@ -69,10 +69,10 @@ def linear(shape: tuple[int, ...], rule: hg.Shampoo, steps: int = 30) -> tuple[n
     [
         ((4, 6), {"b2": None}, {}),
         long((4, 6), {"b2": 0.875}, {"b2": 0.875}),
-        ((4, 6), {"b2": 0.875, "exponent": 0.5}, {"b2": 0.875, "e": 0.5}),
+        long((4, 6), {"b2": 0.875, "exponent": 0.5}, {"b2": 0.875, "e": 0.5}),
         ((4, 6), {"b2": 0.875, "root": "newton"}, {"b2": 0.875}),
         long((4, 6), {"b2": None, "graft": "sgd"}, {"graft": "sgd"}),
-        ((4, 6), {"b2": None, "graft": "adagrad"}, {"graft": "adagrad"}),
+        long((4, 6), {"b2": None, "graft": "adagrad"}, {"graft": "adagrad"}),
         ((4, 6), {"b2": 0.875, "graft": "adam"}, {"b2": 0.875, "graft": "adam"}),
         ((2, 3, 4), {"b2": 0.875, "block_size": None}, {"b2": 0.875}),
     ],

@@ -103,7 +103,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@some_of("fault", FAULTS, "a flipped byte", "a missing file", "a link")
 def test_a_damaged_file_is_an_error_with_its_name(fault: str, tmp_path: pathlib.Path) -> None:
     damage, *fragments = FAULTS[fault]
     with fails(hg.StorageError, "0-velocity.words", *fragments):
@@ -203,3 +203,13 @@ def test_what_is_no_folder() -> None:
 def test_it_needs_python_between_segments() -> None:
     with fails(ValueError, "buffer=hg.Disk(folder)", "cannot be traced"):
         jax.jit(lambda p: final(params=p, adjoint=hg.Reversible(buffer=hg.Disk("nowhere"))))(PARAMS)
+
+
+def test_what_is_not_of_a_run_is_not_removed(tmp_path: pathlib.Path) -> None:
+    """Left over is what bears the name of a run and holds what a run writes."""
+    for name, file in (("words-en", "lock"), ("words-0123456789abcdef", "lock"), ("words-fedcba9876543210", "lock")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    (tmp_path / "words-0123456789abcdef" / "thesis.txt").touch()
+    gradient(hg.Disk(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"words-en", "words-0123456789abcdef"}

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import long
 from hosts import HOST, NOT_TRACED, ROWS, assert_equal, final_of
 from tiny import PARAMS, SGD, fails, loss, train
 
@@ -182,7 +183,7 @@ def test_code_that_made_the_same_program_of_the_same_arrays_is_called_once():
         assert len(calls) == count
 
 
-@pytest.mark.parametrize("kind", [lambda f: f, jax.tree_util.Partial])
+@pytest.mark.parametrize("kind", [long(lambda f: f), jax.tree_util.Partial])
 def test_what_is_remembered_of_a_source_holds_none_of_its_data(kind):
     rows = jnp.asarray(ROWS)
     alive = weakref.ref(rows)

@@ -83,11 +83,10 @@ def test_every_road_has_one_derivative(rule: str, loss: Any) -> None:
     with jax.enable_x64(True):
         options = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), options)
         f = lambda h, m, a: value(h, RULES[rule], loss, m, a, **options)  # noqa: E731
-        ours, unrolled, whole = (
+        ours, whole = (
             jax.jit(jax.value_and_grad(lambda h, m=m, a=a: f(h, m, a)))(hypers())
-            for m, a in ((4, hg.Reversible()), (4, hg.Unrolled()), (None, hg.Reversible()))
+            for m, a in ((4, hg.Reversible()), (None, hg.Unrolled()))
         )
-        close(ours, unrolled, 1e-9)
         close(ours, whole, 1e-9)  # the mean over all rows is that of the means
 
 
