@@ -171,7 +171,12 @@ def check_smoothness(
     slopes, _ = split_fixed(gradient)
     steepest = jax.tree.map(lambda g, unit: g / unit, slopes, _units(hypers))
     largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(steepest) if x.size)
-    d = jax.tree.map(lambda g: -g / max(largest, 1e-300), slopes)
+    if largest == 0:
+        raise ValueError(
+            "hg.check_smoothness has no direction to follow: the hypergradient is zero. Does `val_fn` use what was trained, "
+            "and training the hyperparameters?"
+        )
+    d = jax.tree.map(lambda g: -g / largest, slopes)
     value = _value(train_fn, val_fn, hypers, key)
     sizes = step * 2.0 ** np.arange(-5, 3)
     predicted = sizes * _dot(slopes, d)

@@ -229,8 +229,10 @@ def objective(train_fn: Any, val_fn: Any, monitor_fn: Any = None) -> Callable[[A
 
     def evaluate(learned: Any, fixed: Any, key: Array) -> tuple[Array, Array]:
         trained = train_fn(natural(eqx.combine(learned, fixed)), key)
-        monitor = jnp.nan if monitor_fn is None else _real_scalar("monitor_fn", monitor_fn, trained)
-        return _real_scalar("val_fn", val_fn, trained), jnp.asarray(monitor)
+        monitor = jnp.asarray(jnp.nan if monitor_fn is None else _real_scalar("monitor_fn", monitor_fn, trained))
+        if monitor_fn is not None:  # NaN says that there is none
+            monitor = jnp.where(jnp.isnan(monitor), jnp.inf, monitor)
+        return _real_scalar("val_fn", val_fn, trained), monitor
 
     return evaluate
 

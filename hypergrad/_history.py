@@ -32,7 +32,7 @@ class MetaStep(NamedTuple):
     value_error: float = math.nan  # standard error of `value` over seeds; NaN for one seed
     gradient_error: float = math.nan  # norm of the standard error of the hypergradient
     failed_seeds: int = 0
-    monitor: float = math.nan  # of `monitor_fn`
+    monitor: float = math.nan  # of `monitor_fn`, infinity where that is NaN; NaN: there is none
     gradients: Mapping[str, float] = MappingProxyType({})  # norm of the hypergradient by hyperparameter, "l2/hidden/w"
     clipped_seeds: int = 0  # weighed down, since their hypergradients were so much longer than those of the others
     growth: float = math.nan  # how much the derivative of training grows backwards, at most: from 100 on it explodes

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
@@ -110,4 +111,6 @@ def restarts(
 
 
 def _zeros_like(fixed: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.zeros_like(x) if eqx.is_inexact_array(x) else x, fixed)
+    """Of numbers; a key, or what is no array, stays."""
+    number = lambda x: eqx.is_array_like(x) and jnp.issubdtype(jnp.result_type(x), np.number)  # noqa: E731
+    return jax.tree.map(lambda x: jnp.zeros_like(x) if number(x) else x, fixed)

@@ -140,22 +140,30 @@ class JsonLines:
 
     "gradients" has the norm of the hypergradient by hyperparameter, "hypers" what they are in natural units: a number, or of
     an array min, max, mean, first and last.
-    With a `checkpoint` the file is that run's: it is written anew from the checkpoint whenever the run begins or goes on.
+    With a `checkpoint` the file is written anew from the checkpoint whenever the run begins or goes on, after the lines of
+    other runs that the same object was told of, as `hg.restarts` has them.
     """
 
     def __init__(self, path: str | pathlib.Path) -> None:
         self.path = pathlib.Path(path)
+        self.others: list[str] = []  # lines of runs before
+        self.own: list[str] = []
 
     def begin(self, history: list[Any] | None) -> None:
         if history is None:
             return
+        lines = [self._line(done) for done in history]
+        if self.own != lines[: len(self.own)]:
+            self.others += self.own
+        self.own = lines
         fresh = self.path.with_name(f".{self.path.name}.part")
-        fresh.write_text("".join(self._line(done) for done in history))
+        fresh.write_text("".join(self.others + self.own))
         os.replace(fresh, self.path)
 
     def __call__(self, done: Any) -> None:
+        self.own.append(self._line(done))
         with self.path.open("a") as file:
-            file.write(self._line(done))
+            file.write(self.own[-1])
 
     @staticmethod
     def _line(done: Any) -> str:

@@ -30,6 +30,7 @@ def concrete_dropout(key: Array, x: Array, rate: Any, temperature: float = 0.1) 
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         raise TypeError(f"hg.concrete_dropout: `x` must be an array of floats; got {describe(x)}.")
     x = jnp.asarray(x)
-    rate = jnp.asarray(rate).astype(x.dtype)
-    logit = jnp.log1p(-rate) - jnp.log(rate) + jax.random.logistic(key, x.shape, x.dtype)
-    return x * jax.nn.sigmoid(logit / temperature) / (1 - rate)
+    wide = jnp.promote_types(x.dtype, jnp.float32)  # of 16 bits, noise has too few levels for small rates
+    rate = jnp.asarray(rate).astype(wide)
+    logit = jnp.log1p(-rate) - jnp.log(rate) + jax.random.logistic(key, x.shape, wide)
+    return (x * jax.nn.sigmoid(logit / temperature) / (1 - rate)).astype(x.dtype)

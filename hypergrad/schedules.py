@@ -71,7 +71,8 @@ class Knots(eqx.Module):
         return PerStep(jax.tree.map(self._spread, self.values))
 
     def _spread(self, values: Array) -> Array:
-        weights = jnp.asarray(_weights(values.shape[0], self.steps, self.kind, self.positions), values.dtype)
+        dtype = jnp.result_type(values, float) if jnp.issubdtype(values.dtype, jnp.integer) else values.dtype
+        weights = jnp.asarray(_weights(values.shape[0], self.steps, self.kind, self.positions), dtype)
         return jnp.tensordot(weights, values, 1, precision=jax.lax.Precision.HIGHEST)
 
 

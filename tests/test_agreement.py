@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import fails
 
 import hypergrad as hg
 
@@ -123,3 +124,8 @@ def test_where_training_fails_there_is_no_prediction() -> None:
     s = hg.check_smoothness(lambda h, key: (train_fn(h, key), h["momentum"]), val_fn, HYPERS, step=1.0)
     assert np.isfinite(s.actual[0]) and np.isnan(s.actual[-1]) and np.isnan(s.ratio) and np.isnan(s.cosine)
     assert s.trusted_step > 0 and "with which training fails" in s.explain()
+
+
+def test_a_hypergradient_of_zero_has_no_direction() -> None:
+    with pytest.warns(UserWarning, match="exactly zero"), fails(ValueError, "no direction to follow", "is zero"):
+        hg.check_smoothness(lambda h, key: h["x"], lambda x: 0 * x + 1, {"x": 2.0})

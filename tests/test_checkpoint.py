@@ -301,3 +301,29 @@ def test_a_status_comes_back_whole() -> None:
     for field in dataclasses.fields(Status):
         assert getattr(back.status, field.name) == getattr(status, field.name), field.name
     assert back.status.sentence() == status.sentence()
+
+
+def test_lines_of_all_starts_are_kept(tmp_path: pathlib.Path) -> None:
+    """Killed in the second and called again: those of the first from its checkpoint."""
+    told = []
+
+    def killed(done: hg.MetaStep) -> None:
+        told.append(done)
+        if len(told) == 5:
+            raise KeyboardInterrupt
+
+    def go_on() -> list[str]:
+        path = tmp_path / "lines"
+        callbacks = [hg.callbacks.JsonLines(path), killed]
+        starts = [{"x": 5.0}, {"x": -30.0}]
+        try:
+            hg.restarts(
+                lambda h, _: h["x"], lambda x: x**2, starts, meta_steps=3, checkpoint=tmp_path / "run", callbacks=callbacks
+            )
+        except KeyboardInterrupt:
+            pass
+        return [f"{json.loads(line)['value']:.0f}" for line in path.read_text().splitlines()]
+
+    assert len(go_on()) == 5
+    lines = go_on()
+    assert len(lines) == 6 and lines[0] == "25" and lines[3] == "900"

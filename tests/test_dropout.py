@@ -75,3 +75,12 @@ def test_other_arguments() -> None:
         hg.concrete_dropout(KEY, jnp.ones(2), 0.5, 0)
     with pytest.raises(TypeError, match=r"`x` must be an array of floats; got int32\[2\]"):
         hg.concrete_dropout(KEY, jnp.ones(2, jnp.int32), 0.5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_small_and_large_rates_hold_in_16_bits(dtype: Any) -> None:
+    x = jnp.ones(200_000, dtype)
+    kept = hg.concrete_dropout(jax.random.key(0), x, 0.005, temperature=0.01)
+    assert kept.dtype == dtype
+    np.testing.assert_allclose(jnp.mean(kept.astype(jnp.float32) < 0.5), 0.005, rtol=0.1)
+    assert jnp.isfinite(hg.concrete_dropout(jax.random.key(0), x, 0.999)).all()

@@ -89,3 +89,7 @@ def test_positions_of_knots_are_not_learned() -> None:
         jax.jit(lambda at: hg.natural(hg.knots(jnp.ones(2), 5, positions=at)).values)(jnp.array([0.0, 4.0]))
     with pytest.raises(TypeError, match="`positions` of hg.knots must be increasing numbers"):
         hg.knots(jnp.ones(2), 5, positions=3)
+
+
+def test_integers_are_spread_as_floats() -> None:
+    np.testing.assert_allclose(hg.natural(hg.fixed(hg.knots(jnp.array([0, 4]), 5))).values, [0, 1, 2, 3, 4], atol=1e-6)

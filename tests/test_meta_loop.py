@@ -254,3 +254,12 @@ def test_what_a_diverging_seed_has_does_not_hide_what_others_need() -> None:
         train_fn, lambda w: jnp.sum(w**2), {"m": hg.unit_interval(0.2)}, meta_steps=1, seeds_per_step=3, skip_nonfinite=True
     ).history[0]  # 2.3 bits a step, where one is guessed
     assert done.failed_seeds == 1 and math.isfinite(done.value)
+
+
+def test_a_monitor_that_is_nan_is_no_value() -> None:
+    """Else the step would be judged by another number than the others."""
+    monitor = lambda h: jnp.where(h < 0.9, jnp.nan, 5 + h)  # noqa: E731
+    result = hg.optimize(
+        lambda h, key: h, lambda h: h**2, 1.0, monitor_fn=monitor, meta_steps=4, meta_optimizer=optax.sgd(0.1)
+    )
+    assert result.best.step == 0 and result.history[-1].judged == math.inf

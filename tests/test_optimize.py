@@ -239,3 +239,10 @@ def test_stop_on_growth_of_what_is_behind_the_hypergradient(growths: tuple[float
 def test_stop_on_growth_refuses_what_never_grows(arguments: tuple[float, int]) -> None:
     with pytest.raises(ValueError, match="StopOnGrowth needs factor > 1 and patience >= 1"):
         hg.callbacks.StopOnGrowth(*arguments)
+
+
+def test_the_gradient_of_what_is_fixed_is_zero_of_integers_too() -> None:
+    _, grads = hg.hypergradient(
+        lambda h, key: h["x"] * h["n"], lambda x: x, {"x": 2.0, "n": hg.fixed(7), "m": hg.fixed(jnp.arange(3))}
+    )
+    assert [np.sum(x) for x in jax.tree.leaves((grads["n"], grads["m"]))] == [0, 0]

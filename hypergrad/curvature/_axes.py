@@ -9,11 +9,9 @@ import numpy as np
 from jax import Array
 
 from hypergrad.curvature._kronecker import Diagonal, Kronecker
+from hypergrad.curvature._order import order_of
 from hypergrad.curvature._quantities import analysed, quantities
 from hypergrad.curvature._uses import Found
-
-
-_DIGIT = 128  # below that, integers are exact in any float
 
 
 def factors_by_axis(
@@ -46,7 +44,7 @@ def _by_axis(found: Found, leaf: int, shape: tuple[int, ...], merged: tuple[int,
         return []
     if block.a is None:  # it is only added
         return _of_vector(block.b[0], merged)
-    a, b, order = block.a[0], block.b[0], _order(found, leaf, shape)
+    a, b, order = block.a[0], block.b[0], order_of(found, found.of(leaf)[0])[0]
     if len(merged) == 1:
         places = np.argsort(order.reshape(-1))
         return [jnp.kron(a, b)[places][:, places]]
@@ -68,18 +66,3 @@ def _sorted(factor: Array, places: np.ndarray) -> Array:
     """factor[i, j] belongs to the entries places[i], places[j] of its axis."""
     order = np.argsort(places)
     return factor[order][:, order]
-
-
-def _order(found: Found, leaf: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Which entry of the leaf stands where its layer has [in, out]."""
-    use = found.of(leaf)[0]
-    assert use.layer is not None
-    e, size = found.flat.equations[use.index], int(np.prod(shape))
-    dtype = found.flat.weights[leaf].aval.dtype
-    order, digit = np.zeros((1, 1), np.int64), 1
-    while digit < size:
-        entries = (np.arange(size) // digit % _DIGIT).reshape(shape)
-        with jax.ensure_compile_time_eval():
-            arranged = use.layer.arrange(e, use.place, use.view(jnp.asarray(entries, dtype)))
-        order, digit = order + digit * np.asarray(arranged).astype(np.int64)[0], digit * _DIGIT
-    return order

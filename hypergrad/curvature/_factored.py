@@ -15,6 +15,7 @@ from hypergrad import _programs as programs
 from hypergrad._cpu_kernels import eigh
 from hypergrad.curvature._batch import Batch, columns, squares_of_leaf
 from hypergrad.curvature._kronecker import Diagonal, Kronecker
+from hypergrad.curvature._order import factored
 from hypergrad.curvature._passes import Inputs, spread
 from hypergrad.curvature._quantities import analysed, gathered, quantities
 from hypergrad.curvature._uses import Found
@@ -111,17 +112,16 @@ def _corrected(loss: Any, params: Any, theta: Any, blocks: list[Eigen], sampled:
 
 
 def arranged(found: Found, leaf: int, x: Array) -> Array:
-    """An array like a parameter as its layer has it, [groups, in, out]; of what is in no layer: [1, 1, all]."""
-    uses = found.of(leaf)
-    layer = uses[0].layer if uses and leaf not in found.shifts and leaf not in found.general else None
-    if layer is None:
+    """An array like a parameter as its layer has it, [groups, in, out]; of what has no factors: [1, 1, all]."""
+    if not factored(found, leaf):
         return x.reshape(1, 1, -1)
-    return layer.arrange(found.flat.equations[uses[0].index], uses[0].place, uses[0].view(x))
+    use = found.of(leaf)[0]
+    assert use.layer is not None
+    return use.layer.arrange(found.flat.equations[use.index], use.place, use.view(x))
 
 
 def _placed(found: Found, leaf: int, like: Array, x: Array) -> Array:
     """The inverse of `arranged`."""
-    uses = found.of(leaf)
-    if not uses or leaf in found.shifts or leaf in found.general:
+    if not factored(found, leaf):
         return x.reshape(like.shape)
-    return spread(found, uses[0], like, x)
+    return spread(found, found.of(leaf)[0], like, x)

@@ -5,6 +5,7 @@ layer's input and B [groups, positions, out] of the derivative in its output.
 """
 
 import abc
+import itertools
 import math
 from typing import Any
 
@@ -146,9 +147,7 @@ def register(y: Array, x: Array, params: Any, kind: str | Layer = "dense") -> Ar
     of this one.
     """
     leaves = jax.tree.leaves(params)
-    if isinstance(kind, Layer):
-        REGISTERED[kind.name] = (kind,)
-    name = kind.name if isinstance(kind, Layer) else kind
+    name = _name_of(kind) if isinstance(kind, Layer) else kind
     if name not in REGISTERED:
         raise ValueError(f"`kind` must be one of {', '.join(REGISTERED)}, or a hg.curvature.Layer; got {kind!r}.")
     if not 1 <= len(leaves) <= len(REGISTERED[name]):
@@ -168,6 +167,16 @@ def register(y: Array, x: Array, params: Any, kind: str | Layer = "dense") -> Ar
     return jax.jit(call)(y, x, *leaves)
 
 
+def _name_of(kind: Layer) -> str:
+    """In `REGISTERED`: of each object another."""
+    for name, kinds in REGISTERED.items():
+        if kinds[0] is kind:
+            return name
+    name = next(name for i in itertools.count(1) if (name := kind.name if i == 1 else f"{kind.name}_{i}") not in REGISTERED)
+    REGISTERED[name] = (kind,)
+    return name
+
+
 def _rows(x: Array) -> Array:
     return x.reshape(1, -1, x.shape[-1])
 
@@ -179,8 +188,8 @@ def _front(x: Array, axes: Any, last: bool = False) -> Array:
 
 
 def _patches(x: Array, window: list[int], places: tuple[int, ...], of: Any) -> Array:
-    """[1, features, ...] -> what the window sees at each place: [1, features window, ...]. An axis at a time, by slices: XLA
-    has a convolution for it, with a kernel of zeros and ones, which is several times slower on a CPU."""
+    """[rows, features, ...] -> what the window sees at each place: [rows, features window, ...]. An axis at a time, by
+    slices: XLA has a convolution for it, with a kernel of zeros and ones, which is several times slower on a CPU."""
     dilations = [(low, high, d - 1) for (low, high), d in zip(of["padding"], of["lhs_dilation"], strict=True)]
     x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *dilations])
     strides = zip(window, places, of["window_strides"], of["rhs_dilation"], strict=True)
@@ -195,5 +204,6 @@ def _patches(x: Array, window: list[int], places: tuple[int, ...], of: Any) -> A
 
 
 def _by_group(x: Array, groups: int) -> Array:
-    """[1, features, ...] -> [groups, positions, features of one group]."""
-    return jnp.moveaxis(x.reshape(groups, x.shape[1] // groups, -1), 1, 2)
+    """[rows, features, ...] -> [groups, rows and places, features of one group]: an example may be several rows."""
+    x = jnp.moveaxis(x, 0, 1)
+    return jnp.moveaxis(x.reshape(groups, x.shape[0] // groups, -1), 1, 2)

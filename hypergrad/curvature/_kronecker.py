@@ -10,6 +10,7 @@ from jax import Array
 from jax.extend.core import Literal
 
 from hypergrad.curvature._batch import Batch, Signals, columns, leaf_diagonal
+from hypergrad.curvature._order import factored
 from hypergrad.curvature._passes import factor
 from hypergrad.curvature._uses import Found
 
@@ -42,10 +43,9 @@ def _factors(batch: Batch, leaf: int, signals: Signals, signs: Array) -> Kroneck
     if leaf in found.shifts:
         b = jax.vmap(lambda signal: batch.gradients(leaf, signal))(signals)
         return Kronecker(None, _output_factor(b.reshape(*signs.shape, 1, 1, -1), signs))
-    pairs = _stacked(batch, leaf, signals) if leaf not in found.general else None
-    if pairs is None:
+    if not factored(found, leaf):
         return Diagonal(leaf_diagonal(batch, leaf, signals, signs))
-    a, b = pairs
+    a, b = _stacked(batch, leaf, signals)
     if batch.sharing == "reduce":
         a, b = a.mean(2, keepdims=True), b.sum(3, keepdims=True)
     return Kronecker(input_factor(a), _output_factor(b, signs))
@@ -71,14 +71,10 @@ def _products(x: Array, y: Array) -> Array:
     return (x.reshape(-1, x.shape[3]).T @ y.reshape(-1, y.shape[3]))[None]  # a group is a batch to XLA, which takes longer
 
 
-def _stacked(batch: Batch, leaf: int, signals: Signals) -> tuple[Array, Array] | None:
+def _stacked(batch: Batch, leaf: int, signals: Signals) -> tuple[Array, Array]:
     """(A [examples, groups, positions, in], B with a leading axis of columns): uses are further positions of a weight."""
     uses = batch.passes.found.of(leaf)
-    if not uses or any(use.layer is None or use.layer.adds or use.layer is not uses[0].layer for use in uses):
-        return None
     pairs = [jax.vmap(lambda b, use=use: batch.matrices(use, b))(signals[0][use.index]) for use in uses]
-    if any(a.shape[4] != pairs[0][0].shape[4] for a, _ in pairs):
-        return None
     return jnp.concatenate([a[0] for a, _ in pairs], 2), jnp.concatenate([b for _, b in pairs], 3)
 
 
@@ -90,7 +86,7 @@ def kfra(batch: Batch) -> list[Kronecker | Diagonal]:
 
 def _averaged(batch: Batch, found: Found, leaf: int, averages: dict[int, Array]) -> Kronecker | Diagonal:
     uses = found.of(leaf)
-    if len(uses) != 1 or (uses[0].layer is None and leaf not in found.shifts):
+    if len(uses) != 1 or not (leaf in found.shifts or factored(found, leaf)):
         raise ValueError(
             "'kfra' passes averages from layer to layer, and knows dense layers and biases, each used once, in sequence; "
             f"parameter leaf {leaf} is used otherwise. Take 'kflr', which has no such limits."

@@ -97,7 +97,7 @@ class Operator:
         given = Inputs(constants, *(list(map(programs.owned, jax.tree.leaves(x))) for x in (self.params, self.theta, batch)))
         key = None if self.key is None else jax.random.fold_in(self.key, i)
         mark = end and (end.kind and end.kind.name, end.outputs, end.values)
-        by = "curvature product", found.flat.program.bare(), mark, self.matrix
+        by = "curvature product", found.flat.program.bare(), found.key, mark, self.matrix
         whole = lambda p, b: self.loss(p, self.theta, b)  # noqa: E731
         if self.matrix == "hessian":
             gradient = jax.grad(lambda w: whole(self._tree(w), batch))
@@ -123,7 +123,8 @@ class Operator:
         """(estimate, its standard error) from `samples` products with random signs; exact of a matrix in blocks.
 
         "xtrace" takes the trace in the range of half of the products exactly, and estimates the rest (Epperly, Tropp and
-        Webber 2024): far nearer where few eigenvalues are large. "hutchinson": the mean of s' M s (1990).
+        Webber 2024): far nearer where few eigenvalues are large, and exact of no more parameters than samples. "hutchinson":
+        the mean of s' M s (1990).
         """
         if method not in ("xtrace", "hutchinson"):
             raise ValueError(f"`method` must be 'xtrace' or 'hutchinson'; got {method!r}.")
@@ -131,6 +132,8 @@ class Operator:
             raise ValueError(f"`samples` must be at least 4; got {samples}.")
         if self.factored is not None:
             return self.factored.trace(), jnp.zeros(())
+        if self.shape[0] <= samples and method == "xtrace":
+            return jnp.trace(self @ jnp.eye(self.shape[0], dtype=self.dtype)), jnp.zeros(())
         count = min(samples // 2, self.shape[0] - 1) if method == "xtrace" else samples
         signs = jax.random.rademacher(key, (self.shape[0], count), self.dtype)
         found = jnp.sum(signs * (self @ signs), 0) if method == "hutchinson" else _without_each(self, signs)
@@ -154,13 +157,13 @@ class Operator:
             raise ValueError(f"`damping` must not be negative; got {damping}.")
 
         def solve(v: Any) -> Any:
-            flat = ravel_pytree(v)[0]
+            flat, as_flat = ravel_pytree(v)[0], isinstance(v, (jax.Array, np.ndarray)) and v.ndim == 1
             if self.factored is not None:
                 inverted = self.factored.times(jax.tree.leaves(self._tree(flat)), lambda values: 1 / (values + damping))
-                return self._flat(inverted) if isinstance(v, jax.Array) and v.ndim == 1 else self._tree(self._flat(inverted))
+                return self._flat(inverted) if as_flat else self._tree(self._flat(inverted))
             product = lambda x: self._product(x) + damping * x  # noqa: E731
             found = jax.scipy.sparse.linalg.cg(product, flat, tol=tolerance, maxiter=steps)[0]
-            return found if isinstance(v, jax.Array) and v.ndim == 1 else self._tree(found)
+            return found if as_flat else self._tree(found)
 
         return solve
 

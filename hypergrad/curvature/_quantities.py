@@ -67,7 +67,8 @@ def quantities(
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(leaves)):
         _is_mean(loss, params, theta, batch)
     options = names, samples, sharing
-    by = "curvature", found.flat.program.bare(), end and (end.kind and end.kind.name, end.outputs, end.values), options
+    mark = end and (end.kind and end.kind.name, end.outputs, end.values)
+    by = "curvature", found.flat.program.bare(), found.key, mark, options
     compute = programs.kept(by, lambda: jax.jit(functools.partial(_quantities, found, end, *options)))
     results = compute(leaves, key)
     tree = jax.tree.structure(params)

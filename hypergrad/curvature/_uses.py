@@ -13,6 +13,7 @@ import jax
 from jax import Array
 from jax.extend.core import Jaxpr, Literal
 
+from hypergrad._program_keys import Same
 from hypergrad.curvature._flat import LAYER, Flat
 from hypergrad.curvature._kinds import PATTERNS, REGISTERED, Layer
 
@@ -74,6 +75,12 @@ class Found:
     general: dict[int, str]  # leaf -> the operation for which it is no layer's
     penalized: frozenset[int]  # leaves that the loss also reads without the example
     shifts: frozenset[int]  # leaves that are only added
+
+    @property
+    def key(self) -> Any:
+        """Equal where the same was found: kinds of layers may have been added or replaced since."""
+        uses = tuple((use.index, use.place, use.leaf, use.layer and Same(use.layer)) for use in self.uses)
+        return uses, tuple(sorted(self.general.items())), self.penalized, self.shifts
 
     def of(self, leaf: int) -> tuple[Use, ...]:
         return tuple(use for use in self.uses if use.leaf == leaf)

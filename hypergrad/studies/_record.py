@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,9 +31,13 @@ class RecordTrials:
         self.begin(None)
 
     def begin(self, history: list[Any] | None) -> None:
-        attributes = (_natural_attribute(t, "run") for t in self.study.get_trials(deepcopy=False))
-        runs = [run for run in attributes if run is not None and run < LARGEST]  # the next one is a number too
-        self.run = max(runs, default=-1) + (0 if history and max(runs, default=-1) >= 0 else 1)
+        runs: dict[int, dict[int, float | None]] = {}  # run -> meta-step -> value
+        for trial in self.study.get_trials(deepcopy=False):
+            run, step = (_natural_attribute(trial, name) for name in ("run", "meta_step"))
+            if run is not None and run < LARGEST:  # the next one is a number too
+                runs.setdefault(run, {}).update({} if step is None else {step: trial.value})
+        same = (run for run, values in runs.items() if _is_of(values, history or ()))
+        self.run = max(same, default=max(runs, default=-1) + 1)
         for done in history or ():
             self(done)
 
@@ -62,6 +66,12 @@ class RecordTrials:
             "hypers": _single_numbers(done.hypers),
         }
         return {k: v for k, v in found.items() if v is not None}
+
+
+def _is_of(values: dict[int, float | None], history: Sequence[Any]) -> bool:
+    """Whether a run that was recorded is the one that goes on: all meta-steps that both have came to the same."""
+    both = [(values[done.step], _number(done.value)) for done in history if done.step in values]
+    return bool(both) and all(one == other for one, other in both)
 
 
 def _natural_attribute(trial: Any, name: str) -> int | None:

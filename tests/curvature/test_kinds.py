@@ -10,7 +10,7 @@ from covering import some_of
 from networks import NETWORKS, attention, convolution, normal
 
 import hypergrad as hg
-from hypergrad.curvature import _kinds, layers, quantities
+from hypergrad.curvature import _kinds, _uses, layers, quantities
 
 
 def kinds(net: Any) -> dict[str, set[str]]:
@@ -128,3 +128,93 @@ def test_a_pattern_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [use.kind for use in layers(loss, w, None, batch)] == ["doubled"]
     found = quantities(loss, w, None, batch, "second_moment")
     np.testing.assert_allclose(found["second_moment"], expected["second_moment"], rtol=1e-5)
+
+
+def of_scan(p: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["w"])[0]
+
+
+IN_PARTS = {
+    "layers of a stack": (of_scan, (2, 4, 4)),
+    "a part": (lambda p, x: jnp.tanh(x @ p["w"][:4]), (6, 4)),
+    "the transpose as well": (lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T, (4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_what_is_used_in_parts_or_turned_has_a_diagonal(name: str) -> None:
+    """Kronecker factors are those of a whole weight, laid out alike wherever it is used."""
+    forward, shape = IN_PARTS[name]
+    params, x = {"w": normal(np.random.default_rng(0), *shape)}, normal(np.random.default_rng(1), 5, 4)
+    loss = lambda p, _, b: jnp.mean((forward(p, b[0]) - b[1]) ** 2)  # noqa: E731
+    batch = x, normal(np.random.default_rng(2), 5, 4)
+    found = quantities(loss, params, None, batch, ["kflr", "ggn_diagonal"])
+    np.testing.assert_allclose(found["kflr"]["w"].values, found["ggn_diagonal"]["w"], rtol=1e-5, atol=1e-7)
+    operator = hg.curvature.Operator(loss, params, None, batch, "kflr")
+    np.testing.assert_allclose(operator.diagonal().reshape(shape), found["ggn_diagonal"]["w"], rtol=1e-5, atol=1e-7)
+    one = operator.inverse(0.5)(np.ones(operator.shape[0], np.float32))
+    np.testing.assert_allclose(one, 1 / (operator.diagonal() + 0.5), rtol=1e-5)
+
+
+class Cumulative(hg.curvature.Layer):
+    name = "cumulative"
+
+    def match(self, e: Any, place: int) -> bool:
+        return bool(e.primitive.name == "cumsum")
+
+    def matrices(self, e: Any, place: int, operands: list[Any], cotangent: Any) -> Any:
+        return jnp.tril(jnp.ones((4, 4)))[None], cotangent.reshape(1, 4, 1)
+
+    def arrange(self, e: Any, place: int, weight: Any) -> Any:
+        return weight[None, :, None]
+
+
+def test_a_kind_that_is_taught_later_counts_for_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = lambda p, _, b: jnp.mean(hg.curvature.likelihood("squared_error", jnp.cumsum(p["w"]) * b[0], b[1]))  # noqa: E731
+    arguments = (
+        loss,
+        {"w": normal(np.random.default_rng(0), 4)},
+        None,
+        (normal(np.random.default_rng(1), 6, 4), normal(np.random.default_rng(2), 6, 4)),
+        "kflr",
+    )
+    assert isinstance(quantities(*arguments)["kflr"]["w"], hg.curvature.Diagonal)
+    monkeypatch.setattr(_kinds, "PATTERNS", _kinds.PATTERNS.copy())
+    monkeypatch.setattr(_uses, "PATTERNS", _kinds.PATTERNS)
+    hg.curvature.add_pattern(Cumulative())
+    assert isinstance(quantities(*arguments)["kflr"]["w"], hg.curvature.Kronecker)
+
+
+def test_registered_kinds_of_one_name_are_two() -> None:
+    class Times(hg.curvature.Layer):
+        name = "times"
+
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def match(self, e: Any, place: int) -> bool:
+            return False
+
+        def matrices(self, e: Any, place: int, operands: list[Any], cotangent: Any) -> Any:
+            return self.factor * operands[1][..., None, None], cotangent[..., None, :]
+
+        def arrange(self, e: Any, place: int, weight: Any) -> Any:
+            return weight[None, None]
+
+    kinds, params = (
+        (Times(1.0), Times(3.0)),
+        {"a": normal(np.random.default_rng(0), 2), "b": normal(np.random.default_rng(1), 2)},
+    )
+
+    def loss(p: Any, _: Any, b: Any) -> Any:
+        x, y = b
+        made = [
+            hg.curvature.register(kind.factor * x[:, None] * w, x, w, kind)
+            for kind, w in zip(kinds, p.values(), strict=True)
+        ]
+        return jnp.mean((sum(made) - y) ** 2)
+
+    batch = normal(np.random.default_rng(2), 5), normal(np.random.default_rng(3), 5, 2)
+    found = quantities(loss, params, None, batch, "individual_gradients")["individual_gradients"]
+    for name, expected in jax.grad(loss)(params, None, batch).items():
+        np.testing.assert_allclose(found[name].sum(0), expected, rtol=1e-5, atol=1e-6)

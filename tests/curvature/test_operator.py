@@ -143,3 +143,13 @@ def test_sampled_products_average_to_the_exact_one() -> None:
 def test_bad_input(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_the_trace_of_few_parameters_is_exact(count: int) -> None:
+    batch = jax.random.normal(jax.random.key(0), (6, count)), jax.random.normal(jax.random.key(1), (6,))
+    loss = lambda p, _, b: jnp.mean((jnp.tanh(b[0] @ p) - b[1]) ** 2)  # noqa: E731
+    operator = Operator(loss, jnp.linspace(0.1, 0.5, count), None, batch, "ggn")
+    trace, error = operator.trace(jax.random.key(2))
+    np.testing.assert_allclose(trace, jnp.sum(operator.diagonal()), rtol=1e-5)
+    assert error == 0

@@ -8,6 +8,7 @@ import numpy as np
 from covering import some_of
 
 import hypergrad as hg
+from hypergrad.curvature import quantities
 
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
@@ -43,3 +44,31 @@ def test_gradients_of_examples_are_those_of_convolutions_of_any_geometry(name: s
         expected = jax.jit(jax.vmap(lambda x: jax.grad(loss)(kernel, None, x[None]) / 3))(x)
         np.testing.assert_allclose(found["individual_gradients"], expected, rtol=1e-12, atol=1e-12)
         assert float(jnp.abs(expected).max()) > 1e-3
+
+
+def frames(params: Any, x: Any, kernel: Any) -> jax.Array:
+    z = jax.lax.conv_general_dilated(x, kernel, (1,), "VALID", dimension_numbers=("NHC", "HIO", "NHC"))
+    return jnp.tanh(z).mean(1) @ params["v"]
+
+
+MANY_ROWS = {
+    "frames": lambda p, x: frames(p, x.reshape(-1, *x.shape[2:]), p["k"]).reshape(*x.shape[:2], -1),
+    "a map over examples": lambda p, x: jax.vmap(lambda x: frames(p, x, p["k"]))(x),
+    "twins": lambda p, x: jnp.concatenate(jnp.split(frames(p, jnp.concatenate([x[:, 0], x[:, 1]]), p["k"]), 2), 1)[:, None],
+}
+
+
+@some_of("name", MANY_ROWS, "frames", "twins")
+def test_an_example_may_be_several_rows_of_a_convolution(name: str) -> None:
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, k, v = (jax.random.normal(key, s) for key, s in zip(keys, ((4, 3, 5, 2), (3, 2, 3), (3, 2)), strict=False))
+    params = {"k": k, "v": v}
+    like = jax.eval_shape(MANY_ROWS[name], params, x)
+    batch = x, jax.random.normal(keys[3], like.shape)
+    loss = jax.jit(lambda p, _, b: jnp.mean((MANY_ROWS[name](p, b[0]) - b[1]) ** 2))
+    found = quantities(loss, params, None, batch, ["individual_gradients", "second_moment"])
+    one = jax.jit(jax.vmap(lambda b: jax.grad(loss)(params, None, jax.tree.map(lambda a: a[None], b))))
+    each = one(batch)
+    for name in params:
+        np.testing.assert_allclose(found["individual_gradients"][name], each[name] / 4, atol=1e-6)
+        np.testing.assert_allclose(found["second_moment"][name], jnp.mean(each[name] ** 2, 0), atol=1e-6)

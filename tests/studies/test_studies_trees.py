@@ -1,5 +1,7 @@
 """Trees in a trial, meta-steps as trials, errors as pruned trials."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -248,3 +250,22 @@ def test_other_errors_are_not_pruned():
     with pytest.raises(jax.errors.JaxRuntimeError):
         study.optimize(hg.studies.prune_on_error(wrong), n_trials=1)
     assert hg.studies.prune_on_error(wrong).__name__ == "wrong"
+
+
+def test_a_run_that_goes_on_is_known_by_its_values(tmp_path: pathlib.Path) -> None:
+    """Others were recorded after it."""
+    study = optuna.create_study()
+    record, h = lambda: hg.studies.RecordTrials(study), {"x": 5.0}
+
+    def go_on(name: str, start: float, meta_steps: int) -> None:
+        hg.optimize(
+            lambda h, _: h["x"], lambda x: (x - 1.0) ** 2, {"x": start}, meta_steps=meta_steps, callbacks=[record()],
+            checkpoint=tmp_path / name,
+        )  # fmt: skip
+
+    go_on("a", h["x"], 2)
+    go_on("b", -30.0, 3)
+    go_on("a", h["x"], 4)
+    found = [(t.user_attrs["run"], t.user_attrs["meta_step"]) for t in study.trials]
+    assert sorted(found) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)]
+    assert all((t.value > 100) == (t.user_attrs["run"] == 1) for t in study.trials)
