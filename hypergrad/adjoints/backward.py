@@ -191,8 +191,6 @@ def _undo_what_sees(
     of all signals). raw: the gradient among them as the loss has it."""
     h, entries, signals = given.h, given.entries, transformed(run, t, state, given.h, raw)
     state, ct, dsignals = undo_others(run, pass_.delayed, t, state, ct, h, entries, signals)
-    push = statistics_cotangent(run, state, ct.z, h)
-    state, ct = undo_statistics(run, t, state, ct, h, entries, signals)
     u = at_rest([signals[j][GRADIENT] for j in run.parameters], [d[GRADIENT] for d in dsignals], given.unit)
     if run.transforms:
         of_parameters, g = [h[j] for j in run.parameters], [raw[j][GRADIENT] for j in run.parameters]
@@ -202,6 +200,8 @@ def _undo_what_sees(
     if any(run.early):
         state, ct, other = undo_others(run, pass_.delayed, t, state, ct, h, entries, raw, early=True)
         u, dsignals = plus(u, [d[GRADIENT] for d in other]), plus(dsignals, other)
+    push = statistics_cotangent(run, state, ct.z, h)
+    state, ct = undo_statistics(run, t, state, ct, h, entries, signals)
     return state, ct, u, push, dsignals
 
 

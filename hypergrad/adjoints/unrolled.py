@@ -142,12 +142,13 @@ def _step(run: Run, same: Same, carry: tuple[State, list[Floats]], x: Any) -> tu
         values = _seen(run, state, shadow)[: len(run.parameters)]
         metrics = _same_bits(t, functools.partial(run.metrics, t, apart=False), values, *point[1:])
     signals, entries = run.signals(g, seen, more), by_link(run, entries)
-    for j in run.parameters:
-        for link in run.blocks[j].chain[: run.early[j]]:
+    early = [(j, run.blocks[j].chain[: run.early[j]]) for j in run.parameters]
+    for j, links in (*((j, run.blocks[j].chain) for j in run.statistics), *early):
+        for link in links:
             state, shadow = _both(run, j, link, t, state, shadow, h, entries, signals)
     if run.transforms:
         signals = run.signals(_transformed(run, t, state, shadow, h, g), seen, more)
-    for j in (*run.statistics, *run.parameters):
+    for j in run.parameters:
         for link in run.blocks[j].chain[run.early[j] :]:
             state, shadow = _both(run, j, link, t, state, shadow, h, entries, signals)
     return (state, shadow), (value, sizes(t, _stopped(gradient)), metrics)

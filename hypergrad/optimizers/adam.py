@@ -73,6 +73,7 @@ class AdamW(Adam):
     weight_decay: Any = 1e-4
 
     chain: ClassVar[tuple[Link, ...]] = (MEAN, SQUARE, decaying(_step))
+    entrywise = True
     by_step = True
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:

@@ -27,6 +27,7 @@ class AdEMAMix(AdamW):
     alpha: Any = 5.0
     weight_decay: Any = 0.0
 
+    entrywise = True
     chain = (
         MEAN,
         Link("slow", lambda h, z, g: (1 - h.b3) * g, decay="b3", denominator=FINE_DENOMINATOR, bits_a_step=1 / 16),

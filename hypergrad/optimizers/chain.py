@@ -39,6 +39,7 @@ class Link(NamedTuple):
     wide: bool = False  # two integers a value: 2^8 times the range, 2^-38 times the quantum (for means of squares)
     bits_a_step: float = 1.0  # room in the buffer where the decay is not known beforehand: enough for rho >= 2^-bits
     signal: str = GRADIENT  # what the increment is given as g: the gradient, or an entry of `Optimizer.signals`
+    position: bool = False  # whether it is another place of the parameters, which rests with them where they are frozen
 
 
 Signal = Callable[[Callable[..., Any], Any, Any, Any, Array], Any]
@@ -111,11 +112,22 @@ class Optimizer(eqx.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for what, flags in _SAID_OF.items():
+            for flag in flags if what in cls.__dict__ else ():
+                if flag not in cls.__dict__ and hasattr(cls, flag):
+                    setattr(cls, flag, False)  # what a class says of its own chain says nothing of another's
         chain = cls.__dict__.get("chain")
         if isinstance(chain, list):
             raise TypeError(f"{cls.__name__}.chain must be a tuple of links; got a list.")
         if isinstance(chain, tuple):
             _check_chain(cls.__name__, chain, {GRADIENT, *cls.signals})
+
+
+# What a class may have of its own, and what is said of it.
+_SAID_OF = {
+    **dict.fromkeys(("chain", "rule_chain"), ("linear", "entrywise")),
+    "transform": ("linear_transform", "entrywise_transform"),
+}
 
 
 def _check_chain(name: str, chain: tuple[Link, ...], signals: set[str]) -> None:

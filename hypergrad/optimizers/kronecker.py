@@ -141,11 +141,13 @@ class Form(NamedTuple):
         (blocks,) = own.unpack(factors * h.unbias)
         s = h.damping + h.l2
         if len(blocks) == 1:
-            return own.pack([[inverse_power(blocks[0], 1.0, s.reshape(1))]])
+            return own.pack([[inverse_power(blocks[0], 1.0, s.reshape(1))]], factors.dtype)
         tiny = jnp.finfo(factors.dtype).tiny ** 0.5
         a, b = (jnp.trace(x, axis1=-2, axis2=-1) / x.shape[-1] + tiny for x in blocks)
         pi, root = jnp.sqrt(a / b), jnp.sqrt(s).reshape(1)
-        return own.pack([[inverse_power(blocks[0], 1.0, pi * root), inverse_power(blocks[1], 1.0, root / pi)]])
+        return own.pack(
+            [[inverse_power(blocks[0], 1.0, pi * root), inverse_power(blocks[1], 1.0, root / pi)]], factors.dtype
+        )
 
     def divided(self, h: View, z: View, g: Array) -> Array:
         """(A + pi s)^-1 g (B + s / pi)^-1"""
@@ -167,7 +169,7 @@ def _signal(form: Form) -> Signal:
         found = factors_by_axis(loss, params, theta, batch, form.quantity, form.merged, drawn)
 
         def packed(leaf: Array, axes: list[Array]) -> Array:
-            return form.tiles(leaf.shape).pack([[x[None] for x in axes]]) if axes else jnp.zeros(0, leaf.dtype)
+            return form.tiles(leaf.shape).pack([[x[None] for x in axes]], leaf.dtype) if axes else jnp.zeros(0, leaf.dtype)
 
         return jax.tree.map(packed, params, found)
 

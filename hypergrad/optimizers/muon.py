@@ -21,7 +21,7 @@ from hypergrad.optimizers.partition import Partition, partition
 
 _MOMENTUM = Link("momentum", lambda h, z, g: (1 - h.momentum) * g, decay="momentum")
 SCALES: dict[str, Callable[[int, int], float]] = {  # of a matrix [inputs, outputs]
-    "width": lambda rows, columns: math.sqrt(max(1, columns / rows)),
+    "width": lambda rows, columns: math.sqrt(max(1, columns / max(rows, 1))),
     "rms": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     "none": lambda rows, columns: 1.0,
 }
@@ -113,6 +113,8 @@ class NorMuon(Muon):
 
     b2: Any = 0.95
 
+    linear = True
+
     @property
     def chain(self) -> tuple[Link, ...]:  # type: ignore[override]
         return _normuon(self._form)
@@ -122,7 +124,8 @@ class NorMuon(Muon):
 def _normuon(form: _Form) -> tuple[Link, ...]:
     def neurons(h: View, z: View, g: Array) -> Array:
         del g
-        return (1 - h.b2) * jnp.mean(form.direction("NorMuon", h, z) ** 2, axis=0, keepdims=True)
+        squares = form.direction("NorMuon", h, z) ** 2
+        return (1 - h.b2) * jnp.sum(squares, axis=0, keepdims=True)[: len(squares)] / max(len(squares), 1)
 
     def step(h: View, z: View) -> Array:
         whole = form.direction("NorMuon", h, z)

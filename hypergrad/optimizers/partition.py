@@ -12,7 +12,7 @@ import jax
 from hypergrad.hypers import describe
 from hypergrad.optimizers.chain import Link, Optimizer, Signal
 from hypergrad.optimizers.gradient_link import WithGradientLink
-from hypergrad.optimizers.transform import Transformed
+from hypergrad.optimizers.transform import Freeze, Transformed
 
 
 class Partition(Optimizer):
@@ -75,6 +75,13 @@ def partition(rules: Mapping[str, Optimizer], labels: Any) -> Partition:
             raise TypeError(
                 f"hg.partition: rules[{label!r}] must be an optimizer such as hg.SGD(0.1); got {describe(rule)}."
             )
+    try:
+        sorted(rules)
+    except TypeError as e:
+        raise TypeError(
+            "hg.partition: the labels in `rules` must be of one kind, strings for instance, as JAX sorts them; got "
+            f"{list(rules)}."
+        ) from e
     if callable(labels):
         return Partition(dict(rules), labels)
     leaves, tree = jax.tree.flatten(labels)
@@ -109,18 +116,27 @@ def layers_of(optimizer: Optimizer, params: Any) -> tuple[Layer, ...]:
     return tuple(_layers("optimizer", optimizer, params, every, ()))
 
 
-def _layers(path: str, optimizer: Any, params: Any, leaves: frozenset[int], labels: tuple[str, ...]) -> list[Layer]:
+def _layers(
+    path: str,
+    optimizer: Any,
+    params: Any,
+    leaves: frozenset[int],
+    labels: tuple[str, ...],
+    frozen: frozenset[int] = frozenset(),
+) -> list[Layer]:
+    """frozen: by transformations around it, so that those inside give them no gradient, nor take them into a norm."""
     if isinstance(optimizer, Partition):
         found: list[Layer] = []
         names = optimizer.labels_of(params)
         for label, rule in optimizer.rules.items():
             own = frozenset(i for i in leaves if names[i] == label)
-            found += _layers(f"{path}.rules[{label!r}]", rule, params, own, (*labels, label))
+            found += _layers(f"{path}.rules[{label!r}]", rule, params, own, (*labels, label), frozen)
         return found
     if isinstance(optimizer, Transformed):
         covered = frozenset(i for i, seen in enumerate(optimizer.covers(params)) if seen)
-        layer = Layer(path, optimizer, leaves & covered, labels)
-        return [layer, *_layers(f"{path}.inner", optimizer.inner, params, leaves, labels)]
+        layer = Layer(path, optimizer, (leaves & covered) - frozen, labels)
+        frozen |= layer.leaves if isinstance(optimizer, Freeze) else frozenset()
+        return [layer, *_layers(f"{path}.inner", optimizer.inner, params, leaves, labels, frozen)]
     return [Layer(f"{path}.rule" if isinstance(optimizer, WithGradientLink) else path, optimizer, leaves, labels)]
 
 

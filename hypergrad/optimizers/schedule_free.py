@@ -52,7 +52,7 @@ class ScheduleFreeAdamW(GradientLinked):
 
     rule_chain = (
         SQUARE,
-        Link("base", _base, start=lambda w: w),
+        Link("base", _base, start=lambda w: w, position=True),
         Link(PARAMS, _step, decay=_KEPT, denominator=FINE_DENOMINATOR, may_be_one=True, bits_a_step=1 / 4),
     )
     weights = {"square_weight": "b2"}

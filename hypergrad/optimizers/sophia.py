@@ -83,3 +83,4 @@ class SophiaG(Sophia):
 
     signals = {SAMPLED: sampled}
     chain = _chain(SAMPLED)
+    entrywise = True

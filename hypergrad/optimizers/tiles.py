@@ -52,14 +52,14 @@ class Tiles(NamedTuple):
                 x = x.at[_place(start, group.shape)].set(tile)
         return x.reshape(self.leaf)
 
-    def pack(self, factors: list[list[Array]]) -> Array:
-        """[tiles, n, n] or [tiles, n] of each group and axis -> the vector."""
+    def pack(self, factors: list[list[Array]], dtype: np.dtype) -> Array:
+        """[tiles, n, n] or [tiles, n] of each group and axis -> the vector. dtype: of one that is empty."""
         parts = [
             (upper(x) if full else x).reshape(-1)
             for group, of_group in zip(self.groups, factors, strict=True)
             for x, full in zip(of_group, group.full, strict=True)
         ]
-        return jnp.concatenate(parts)
+        return jnp.concatenate(parts) if parts else jnp.zeros(0, dtype)
 
     def unpack(self, vector: Array) -> list[list[Array]]:
         """The inverse of `pack`."""
@@ -75,7 +75,9 @@ class Tiles(NamedTuple):
 
     def squares(self, g: Array) -> Array:
         """G G^T over all axes but one, of each axis, or its diagonal: the vector."""
-        return self.pack([[_square(x, axis, full) for axis, full in enumerate(group.full)] for group, x in self.each(g)])
+        return self.pack(
+            [[_square(x, axis, full) for axis, full in enumerate(group.full)] for group, x in self.each(g)], g.dtype
+        )
 
     def each(self, g: Array) -> list[tuple[Group, Array]]:
         return list(zip(self.groups, self.cut(g), strict=True))
@@ -84,7 +86,11 @@ class Tiles(NamedTuple):
         """The vector with `power` of each matrix [tiles, n, n], and `of_numbers` of each diagonal [tiles, n]."""
         factors = zip(self.groups, self.unpack(vector), strict=True)
         return self.pack(
-            [[(power if full else of_numbers)(x) for x, full in zip(own, group.full, strict=True)] for group, own in factors]
+            [
+                [(power if full else of_numbers)(x) for x, full in zip(own, group.full, strict=True)]
+                for group, own in factors
+            ],
+            vector.dtype,
         )
 
     def times(self, vector: Array, g: Array) -> Array:
@@ -94,14 +100,14 @@ class Tiles(NamedTuple):
             for axis, (factor, full) in enumerate(zip(factors, group.full, strict=True)):
                 x = _multiplied(x, axis, factor, full)
             parts.append(x)
-        return self.put(parts)
+        return self.put(parts) if parts else g + jnp.sum(vector)  # of nothing: what is read is what is used
 
     @functools.partial(jax.jit, static_argnums=(0, 1))  # not a program for each operation
     def identity(self, dtype: np.dtype) -> Array:
         """The vector of ones on all diagonals."""
         one = lambda n, full: jnp.eye(n, dtype=dtype) if full else jnp.ones(n, dtype)  # noqa: E731
         tiled = lambda x, group: jnp.broadcast_to(x, (len(group.starts), *x.shape))  # noqa: E731
-        return self.pack([[tiled(one(n, f), o) for n, f in zip(o.shape, o.full, strict=True)] for o in self.groups])
+        return self.pack([[tiled(one(n, f), o) for n, f in zip(o.shape, o.full, strict=True)] for o in self.groups], dtype)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.optimizers.chain import Link, Optimizer, Signal, View
+from hypergrad.optimizers.chain import PARAMS, Link, Optimizer, Signal, View
 
 
 class Transformed(Optimizer):
@@ -133,9 +133,9 @@ class Freeze(Transformed):
     entrywise_transform = True
 
     def adapted(self, chain: tuple[Link, ...]) -> tuple[Link, ...]:
-        """Accumulators that a run begins with would move what is frozen: the parameters have no increment."""
-        *others, params = chain
-        return (*others, params._replace(increment=None, decay=None))
+        """Accumulators that a run begins with would move what is frozen: it has no increment."""
+        rests = lambda link: link.position or link.name == PARAMS  # noqa: E731
+        return tuple(link._replace(increment=None, decay=None) if rests(link) else link for link in chain)
 
     def covers(self, params: Any) -> list[bool]:
         tree, leaves = self.mask

@@ -44,10 +44,12 @@ def step(run: Run, t: Array, state: State, h: list[Hypers], entries: Entries, si
             update = increment(run, j, link, t, state, h, signals)
             state[j] = state[j] | {link.name: advance(run.blocks[j], link, t, state[j], h[j], entries[j], update)}
 
+    for j in run.statistics:
+        move(j, run.blocks[j].chain, signals)
     for j in run.parameters:
         move(j, run.blocks[j].chain[: run.early[j]], signals)
     signals = transformed(run, t, state, h, signals)
-    for j in (*run.statistics, *run.parameters):
+    for j in run.parameters:
         move(j, run.blocks[j].chain[run.early[j] :], signals)
     return state
 
@@ -67,11 +69,14 @@ def unstep(
         undo(j, run.blocks[j].chain[-1], nothing)
     raw = signals(parameters(run, t, state))
     known = transformed(run, t, state, h, raw)
-    for j in (*run.parameters, *run.statistics):
-        for link in reversed(run.blocks[j].chain[run.early[j] : -1 if run.blocks[j].of_parameters else None]):
+    for j in run.parameters:
+        for link in reversed(run.blocks[j].chain[run.early[j] : -1]):
             undo(j, link, known)
     for j in run.parameters:
         for link in reversed(run.blocks[j].chain[: run.early[j]]):
+            undo(j, link, raw)
+    for j in run.statistics:
+        for link in reversed(run.blocks[j].chain):
             undo(j, link, raw)
     return state
 

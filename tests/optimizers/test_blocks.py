@@ -197,3 +197,8 @@ def test_a_signal_that_nobody_makes() -> None:
 
         class Blind(Optimizer):
             chain = (Link("v", lambda h, z, g: g, signal="variance"), Link("params", lambda h, z: z.v))
+
+
+def test_labels_that_do_not_sort_are_told() -> None:
+    with pytest.raises(TypeError, match="labels in `rules` must be of one kind, strings for instance.* got \\['x', 1\\]"):
+        hg.partition({"x": hg.SGD(0.1), 1: hg.SGD(0.2)}, {"a": "x", "b": 1})

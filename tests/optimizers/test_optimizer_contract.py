@@ -260,3 +260,37 @@ def test_a_value_out_of_range_is_told_of_a_link_that_only_decays() -> None:
     )})  # fmt: skip
     with pytest.raises(hg.RangeError, match="scale left the range .* before the first step"):
         hg.train(lambda w, _, x: jnp.sum(w * x), jnp.ones(3), far(fade=0.5), hg.full_batch(jnp.float32(0)), steps=40)
+
+
+class Bent(hg.SGD):
+    """A chain of its own, of which it says nothing."""
+
+    chain = (
+        Link("velocity", lambda h, z, g: (h.momentum - 1) * jnp.tanh(3 * g), decay="momentum"),
+        Link("params", lambda h, z: h.learning_rate * z.velocity),
+    )
+
+
+class Normed(hg.Adam):
+    """Divided by a mean over the leaf."""
+
+    chain = (
+        *hg.Adam.chain[:2],
+        Link("params", lambda h, z: -h.learning_rate * z.mean / (jnp.sqrt(jnp.mean(z.square)) + 1e-3)),
+    )
+
+
+def test_what_a_rule_says_of_its_chain_says_nothing_of_another() -> None:
+    assert not (Bent.linear or Bent.entrywise or Normed.entrywise) and hg.SGD.linear and hg.AdamW.entrywise
+
+    def slope(adjoint: Any) -> Any:
+        of = lambda rate: jnp.sum(hg.train(loss, jnp.ones(3), Bent(rate, 0.5), data, steps=5, adjoint=adjoint).params)  # noqa: E731
+        return jax.grad(of)(0.1)
+
+    with jax.enable_x64(True):
+        loss, data = lambda w, _, x: jnp.sum(jnp.cos(w - x) * jnp.arange(1.0, 4.0)), hg.full_batch(jnp.float64(0.2))
+        np.testing.assert_allclose(slope(hg.Reversible()), slope(hg.Unrolled()), rtol=1e-9)
+    large = {"a": jnp.ones(3), "b": jnp.full(3, 5.0), "w": jnp.ones(3000)}  # a and b are small beside it
+    of_all = lambda p, _, x: sum(jnp.sum((v - x) ** 2) for v in p.values())  # noqa: E731
+    run = lambda p: hg.train(of_all, p, Normed(0.1), hg.full_batch(jnp.float32(0.2)), steps=5).params["a"]  # noqa: E731
+    np.testing.assert_allclose(run(large), run({"a": large["a"]}), rtol=1e-6)
