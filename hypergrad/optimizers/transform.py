@@ -185,7 +185,8 @@ def add_decayed_weights(optimizer: Optimizer, weight_decay: Any) -> AddDecayedWe
 def freeze(optimizer: Optimizer, mask: Any) -> Freeze:
     """`optimizer` without the leaves where `mask` is True: they neither move nor decay, whatever `state` a run begins with.
 
-    Their gradient is zero to the accumulators, as with `optax.freeze`.
+    Their gradient is zero to the accumulators, as with `optax.freeze`, and transformations inside do not see them: no decay
+    gives them a gradient, and no norm has them in it.
     mask: bool, or a pytree prefix of the parameters with bools. For single weights, take a learning rate of 0 there.
     """
     leaves, tree = jax.tree.flatten(mask)
