@@ -100,6 +100,9 @@ def restarts(
     results: list[Result] = []
     failures: list[HypergradError] = []
     for i, start in enumerate(starts):
+        for callback in loop.callbacks:
+            if hasattr(callback, "start"):
+                callback.start(i)
         try:
             results.append(loop.run(start, None if checkpoint is None else pathlib.Path(checkpoint) / f"start-{i}"))
         except HypergradError as error:

@@ -176,9 +176,14 @@ class Record:
             raise ValueError(f"`steps` of resume are in all: at least the {step} that are behind it; got {run.steps}.")
         with own_settings():
             plan, first, _ = begin(run, inputs)
-            leaves = by_leaf(self._run, state)
-            if _links(run) != _links(self._run) or _shapes(first) != _shapes(state := laid_out(run, leaves)):
+            if _links(run) != _links(self._run):
                 raise ValueError("`optimizer` must have the accumulators of the recorded run; it has others.")
+            state = laid_out(run, by_leaf(self._run, state))
+            if _shapes(first) != _shapes(state):
+                raise ValueError(
+                    "`optimizer` must have the accumulators of the recorded run, of the same shapes, and their decays in "
+                    "the form that they had: one number for a leaf, or one for each weight."
+                )
             self._same_units(run, inputs, step)
             losses = self._end.losses[:step]
             if length := run.steps - step:

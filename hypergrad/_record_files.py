@@ -99,6 +99,8 @@ def train_and_keep(made: Made, folder: pathlib.Path, states_budget: int | str | 
 
 
 def _check_empty(folder: pathlib.Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise StorageError(f"{folder} cannot be written to: it is a file. Name a folder.")
     if folder.exists() and any(path.name != CLAIM for path in folder.iterdir()):
         raise ValueError(_IN_USE.format(folder))
 

@@ -23,7 +23,7 @@ from hypergrad._trace import Traced, trace, with_foreign
 from hypergrad.adjoints import Adjoint, Reversible
 from hypergrad.batches import HostBatches, full_batch
 from hypergrad.exact import grid_range
-from hypergrad.optimizers.block import Block, decided, statistics_in
+from hypergrad.optimizers.block import Block, decided, linear_in_gradient, statistics_in
 from hypergrad.optimizers.chain import STATISTICS
 from hypergrad.optimizers.expand import decay_interval
 from hypergrad.optimizers.lay_out import LaidOut, common, lay_out, shared, with_statistics
@@ -64,6 +64,7 @@ def set_up(problem: Problem, adjoint: Adjoint = Reversible(), throw: bool = True
     # A transformation that reads links passes cotangents back to them: those of links after it must be known first.
     reading = any(around.reads for around in out.transforms)
     linear = optimizer.linear and not optimizer.signals and not statistics_in(blocks) and not reading
+    linear = linear and linear_in_gradient(blocks, of_one_step, out.values)
     run = Run(
         traced.functions,
         blocks,

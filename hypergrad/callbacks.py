@@ -1,7 +1,8 @@
 """Callbacks of `hg.optimize`: functions of a `MetaStep` that stop the loop by returning True; and one of a single run.
 
 One that remembers has a method `begin(history)` too, called before the first meta-step of each run with those that it goes
-on from: `[]` if it starts anew, None if it keeps no checkpoint.
+on from: `[]` if it starts anew, None if it keeps no checkpoint. `hg.restarts` calls `start(i)` before start i, if
+there is such a method.
 """
 
 import json
@@ -140,22 +141,22 @@ class JsonLines:
 
     "gradients" has the norm of the hypergradient by hyperparameter, "hypers" what they are in natural units: a number, or of
     an array min, max, mean, first and last.
-    With a `checkpoint` the file is written anew from the checkpoint whenever the run begins or goes on, after the lines of
-    other runs that the same object was told of, as `hg.restarts` has them.
+    With a `checkpoint` the file is that run's: it is written anew from the checkpoint whenever the run begins or goes on. Of
+    `hg.restarts` it has all starts, one after the other.
     """
 
     def __init__(self, path: str | pathlib.Path) -> None:
         self.path = pathlib.Path(path)
-        self.others: list[str] = []  # lines of runs before
+        self.others: list[str] = []  # lines of the starts before
         self.own: list[str] = []
+
+    def start(self, number: int) -> None:
+        self.others, self.own = [*self.others, *self.own] if number else [], []
 
     def begin(self, history: list[Any] | None) -> None:
         if history is None:
             return
-        lines = [self._line(done) for done in history]
-        if self.own != lines[: len(self.own)]:
-            self.others += self.own
-        self.own = lines
+        self.own = [self._line(done) for done in history]
         fresh = self.path.with_name(f".{self.path.name}.part")
         fresh.write_text("".join(self.others + self.own))
         os.replace(fresh, self.path)

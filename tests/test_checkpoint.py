@@ -327,3 +327,18 @@ def test_lines_of_all_starts_are_kept(tmp_path: pathlib.Path) -> None:
     assert len(go_on()) == 5
     lines = go_on()
     assert len(lines) == 6 and lines[0] == "25" and lines[3] == "900"
+
+
+def test_lines_of_a_run_that_goes_on_by_the_same_object_are_written_once(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "lines"
+    lines, stops = hg.callbacks.JsonLines(path), [3]
+
+    def stopped(done: hg.MetaStep) -> None:
+        if done.step in stops:
+            stops.clear()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run", callbacks=[lines, stopped])
+    run(tmp_path / "run", callbacks=[lines, stopped])
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(STEPS))

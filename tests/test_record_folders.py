@@ -281,3 +281,9 @@ def test_arrays_that_a_rule_closes_over_are_part_of_its_print(tmp_path: pathlib.
     hg.record(**given, optimizer=masked(np.ones(3, np.float32)))
     with fails(ValueError, "is of another run", "what `loss`, `batches` or `optimizer` compute differ"):
         hg.record(**given, optimizer=masked(np.float32([1, 0, 1])))
+
+
+def test_a_file_is_no_folder(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "run").touch()
+    with fails(hg.StorageError, "it is a file"):
+        hg.record(**options(), folder=tmp_path / "run")

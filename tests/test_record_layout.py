@@ -83,3 +83,9 @@ def test_equal_numbers_are_differentiated_each_for_itself(optimizer: Any, tmp_pa
     expected = jax.grad(lambda rule: value(hg.train(**options(rule, steps=STEPS))))(arrays)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7)
+
+
+def test_decays_in_another_form_are_told(tmp_path: pathlib.Path) -> None:
+    record = hg.record(**options(rates(dict.fromkeys(PARAMS, 0.5)), steps=STEPS), folder=tmp_path)
+    with fails(ValueError, "their decays in the form that they had"):
+        record.resume(5, optimizer=rates(dict.fromkeys(PARAMS, 0.5) | {"b": jnp.full(4, 0.5)}))

@@ -112,10 +112,10 @@ class Optimizer(eqx.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for what, flags in _SAID_OF.items():
-            for flag in flags if what in cls.__dict__ else ():
-                if flag not in cls.__dict__ and hasattr(cls, flag):
-                    setattr(cls, flag, False)  # what a class says of its own chain says nothing of another's
+        for flag, of in _SAID_OF.items():
+            says = next((c for c in cls.__mro__ if {flag, *of} & vars(c).keys()), None)
+            if says is not None and flag not in vars(says):
+                setattr(cls, flag, False)  # what a class says of its own chain says nothing of another's
         chain = cls.__dict__.get("chain")
         if isinstance(chain, list):
             raise TypeError(f"{cls.__name__}.chain must be a tuple of links; got a list.")
@@ -123,10 +123,10 @@ class Optimizer(eqx.Module):
             _check_chain(cls.__name__, chain, {GRADIENT, *cls.signals})
 
 
-# What a class may have of its own, and what is said of it.
+# What a class may say, and of what it has.
 _SAID_OF = {
-    **dict.fromkeys(("chain", "rule_chain"), ("linear", "entrywise")),
-    "transform": ("linear_transform", "entrywise_transform"),
+    **dict.fromkeys(("linear", "entrywise"), ("chain", "rule_chain")),
+    **dict.fromkeys(("linear_transform", "entrywise_transform"), ("transform",)),
 }
 
 

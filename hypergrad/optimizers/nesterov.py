@@ -44,6 +44,7 @@ class NAdamW(GradientLinked, AdamW):  # type: ignore[override]
     from 1 to 16, an int. State: {"gradient", "mean", "square": like params; "mean_weight", "square_weight"}.
     """
 
+    entrywise = True
     rule_chain = (MEAN, SQUARE, decaying(_step))
     by_step = False
 

@@ -271,6 +271,35 @@ class Bent(hg.SGD):
     )
 
 
+class OfAnother:
+    chain = Bent.chain
+
+
+class Mixed(OfAnother, hg.SGD):
+    """Its chain comes from beside its base."""
+
+
+class Chosen(hg.SGD):
+    """A chain that calls what a class below may change."""
+
+    linear = True
+
+    @staticmethod
+    def bent(g: Any) -> Any:
+        return g
+
+    @property
+    def chain(self) -> Any:  # type: ignore[override]
+        bent = type(self).bent
+        return (Link("velocity", lambda h, z, g: (h.momentum - 1) * bent(g), decay="momentum"), Bent.chain[1])
+
+
+class Below(Chosen):
+    @staticmethod
+    def bent(g: Any) -> Any:
+        return jnp.tanh(3 * g)
+
+
 class Normed(hg.Adam):
     """Divided by a mean over the leaf."""
 
@@ -281,15 +310,16 @@ class Normed(hg.Adam):
 
 
 def test_what_a_rule_says_of_its_chain_says_nothing_of_another() -> None:
-    assert not (Bent.linear or Bent.entrywise or Normed.entrywise) and hg.SGD.linear and hg.AdamW.entrywise
+    assert not (Bent.linear or Bent.entrywise or Normed.entrywise or Mixed.linear) and hg.SGD.linear and hg.AdamW.entrywise
 
-    def slope(adjoint: Any) -> Any:
-        of = lambda rate: jnp.sum(hg.train(loss, jnp.ones(3), Bent(rate, 0.5), data, steps=5, adjoint=adjoint).params)  # noqa: E731
-        return jax.grad(of)(0.1)
+    def slope(adjoint: Any, rule: Any) -> Any:
+        end = lambda rate: jnp.sum(hg.train(loss, jnp.ones(3), rule(rate, 0.5), data, steps=5, adjoint=adjoint).params)  # noqa: E731
+        return jax.grad(end)(0.1)
 
     with jax.enable_x64(True):
         loss, data = lambda w, _, x: jnp.sum(jnp.cos(w - x) * jnp.arange(1.0, 4.0)), hg.full_batch(jnp.float64(0.2))
-        np.testing.assert_allclose(slope(hg.Reversible()), slope(hg.Unrolled()), rtol=1e-9)
+        for rule in (Bent, Mixed, Below):
+            np.testing.assert_allclose(slope(hg.Reversible(), rule), slope(hg.Unrolled(), rule), rtol=1e-9)
     large = {"a": jnp.ones(3), "b": jnp.full(3, 5.0), "w": jnp.ones(3000)}  # a and b are small beside it
     of_all = lambda p, _, x: sum(jnp.sum((v - x) ** 2) for v in p.values())  # noqa: E731
     run = lambda p: hg.train(of_all, p, Normed(0.1), hg.full_batch(jnp.float32(0.2)), steps=5).params["a"]  # noqa: E731
