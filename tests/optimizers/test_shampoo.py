@@ -124,7 +124,7 @@ def test_a_leaf_is_cut_and_put_together(shape: tuple[int, ...], block_size: int 
     @jax.jit
     def ways(x: jax.Array) -> Any:
         vector = own.squares(x)
-        return own.put(own.cut(x)), vector, own.pack(own.unpack(vector)), own.times(own.identity(x.dtype), x)
+        return own.put(own.cut(x)), vector, own.pack(own.unpack(vector), x.dtype), own.times(own.identity(x.dtype), x)
 
     put, vector, packed, times = ways(x)
     np.testing.assert_array_equal(put, x)
