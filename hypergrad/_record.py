@@ -49,10 +49,10 @@ from hypergrad.adjoints.recorded import Recorded
 from hypergrad.adjoints.reversible import Kept
 from hypergrad.adjoints.stored import buffers_of, spans
 from hypergrad.errors import ReversalError, StorageError
-from hypergrad.run.by_leaf import by_leaf, laid_out
+from hypergrad.run.by_leaf import by_leaf, decays_of, laid_out, links_of
 from hypergrad.run.disk import DiskWords
 from hypergrad.run.fingerprints import state_prints
-from hypergrad.run.plan import by_link, marks, numerators
+from hypergrad.run.plan import marks
 from hypergrad.run.rewind import rewound
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Outcome, note
@@ -176,7 +176,7 @@ class Record:
             raise ValueError(f"`steps` of resume are in all: at least the {step} that are behind it; got {run.steps}.")
         with own_settings():
             plan, first, _ = begin(run, inputs)
-            if _links(run) != _links(self._run):
+            if links_of(run) != links_of(self._run):
                 raise ValueError("`optimizer` must have the accumulators of the recorded run; it has others.")
             state = laid_out(run, by_leaf(self._run, state))
             if _shapes(first) != _shapes(state):
@@ -269,29 +269,13 @@ class Record:
         )
 
     def _same_units(self, run: Run, inputs: Inputs, step: int) -> None:
-        there, here = _decays(self._run, self._inputs), _decays(run, inputs)
+        there, here = decays_of(self._run, self._inputs), decays_of(run, inputs)
         for link, old in there.items():
             if link not in here or not np.array_equal(old[:step], here[link][:step]):
                 raise ValueError(
                     f"the decays (momenta) of the steps before {step} must be those of the recorded run, in whose units its "
                     "state is; change them from there on, by hg.PerStep."
                 )
-
-
-def _links(run: Run) -> dict[Any, list[str]]:
-    """Of each leaf."""
-    return {(block.of_parameters, i): [link.name for link in block.chain] for block in run.blocks for i in block.leaves}
-
-
-def _decays(run: Run, inputs: Inputs) -> dict[Any, Array]:
-    """Of each leaf and link that decays, the numerators of all steps."""
-    found = by_link(run, run.outside_loop(numerators, inputs.h))
-    return {
-        (block.of_parameters, i, name): own
-        for block, of_block in zip(run.blocks, found, strict=True)
-        for i in block.leaves
-        for name, own in of_block.items()
-    }
 
 
 def _shapes(state: State) -> Any:

@@ -5,8 +5,11 @@ Invariant: `laid_out(run, by_leaf(run, state))` is the state, bit for bit.
 
 from typing import Any
 
+from jax import Array
+
 from hypergrad.optimizers.block import Block
-from hypergrad.run.spec import Run
+from hypergrad.run.plan import by_link, numerators
+from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.step import Slot, Slots, State
 
 
@@ -32,6 +35,22 @@ def laid_out(run: Run, leaves: dict[Leaf, Slots]) -> State:
         }
         for block in run.blocks
     ]
+
+
+def links_of(run: Run) -> dict[Leaf, list[str]]:
+    """Of each leaf."""
+    return {(block.of_parameters, i): [link.name for link in block.chain] for block in run.blocks for i in block.leaves}
+
+
+def decays_of(run: Run, inputs: Inputs) -> dict[tuple[bool, int, str], Array]:
+    """Of each leaf and link that decays, the numerators of all steps."""
+    found = by_link(run, run.outside_loop(numerators, inputs.h))
+    return {
+        (block.of_parameters, i, name): own
+        for block, of_block in zip(run.blocks, found, strict=True)
+        for i in block.leaves
+        for name, own in of_block.items()
+    }
 
 
 def _split(block: Block, slot: Slot) -> list[Slot]:
