@@ -185,7 +185,10 @@ def test_a_kind_that_is_taught_later_counts_for_what_was_compiled(monkeypatch: p
     assert isinstance(quantities(*arguments)["kflr"]["w"], hg.curvature.Kronecker)
 
 
-def test_registered_kinds_of_one_name_are_two() -> None:
+def test_registered_kinds_of_one_name_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_kinds, "REGISTERED", _kinds.REGISTERED.copy())
+    monkeypatch.setattr(_uses, "REGISTERED", _kinds.REGISTERED)
+
     class Times(hg.curvature.Layer):
         name = "times"
 
