@@ -101,8 +101,8 @@ def restarts(
     failures: list[HypergradError] = []
     for i, start in enumerate(starts):
         for callback in loop.callbacks:
-            if hasattr(callback, "start"):
-                callback.start(i)
+            if hasattr(callback, "begin_start"):
+                callback.begin_start(i)
         try:
             results.append(loop.run(start, None if checkpoint is None else pathlib.Path(checkpoint) / f"start-{i}"))
         except HypergradError as error:

@@ -1,7 +1,7 @@
 """Callbacks of `hg.optimize`: functions of a `MetaStep` that stop the loop by returning True; and one of a single run.
 
 One that remembers has a method `begin(history)` too, called before the first meta-step of each run with those that it goes
-on from: `[]` if it starts anew, None if it keeps no checkpoint. `hg.restarts` calls `start(i)` before start i, if
+on from: `[]` if it starts anew, None if it keeps no checkpoint. `hg.restarts` calls `begin_start(i)` before start i, if
 there is such a method.
 """
 
@@ -150,7 +150,7 @@ class JsonLines:
         self.others: list[str] = []  # lines of the starts before
         self.own: list[str] = []
 
-    def start(self, number: int) -> None:
+    def begin_start(self, number: int) -> None:
         self.others, self.own = [*self.others, *self.own] if number else [], []
 
     def begin(self, history: list[Any] | None) -> None:

@@ -168,13 +168,21 @@ def register(y: Array, x: Array, params: Any, kind: str | Layer = "dense") -> Ar
 
 
 def _name_of(kind: Layer) -> str:
-    """In `REGISTERED`: of each object another."""
+    """In `REGISTERED`: another for each that differs. One that a loss makes anew at each call is the one of before."""
     for name, kinds in REGISTERED.items():
-        if kinds[0] is kind:
+        if _alike(kinds[0], kind):
             return name
     name = next(name for i in itertools.count(1) if (name := kind.name if i == 1 else f"{kind.name}_{i}") not in REGISTERED)
     REGISTERED[name] = (kind,)
     return name
+
+
+def _alike(one: Layer, other: Layer) -> bool:
+    """The same object, or of one class with the same numbers and texts."""
+    if one is other or type(one) is not type(other) or vars(one).keys() != vars(other).keys():
+        return one is other
+    pairs = ((x, vars(other)[name]) for name, x in vars(one).items())
+    return all(x is y or (type(x) is type(y) and isinstance(x, (int, float, str)) and x == y) for x, y in pairs)
 
 
 def _rows(x: Array) -> Array:
