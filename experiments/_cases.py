@@ -1,6 +1,5 @@
 """A random case of training: a loss of the grammar, a rule, data, a mode, and what is differentiated. All by one number."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +11,8 @@ import numpy as np
 
 import hypergrad as hg
 from experiments import _bent_rules
+from experiments._case_roads import ROADS, trained
+from experiments._case_rules import DECAYS, LATER, RULES, WIDE, Arrays, decay_of, rule_of
 from experiments._grammar import Shape, write_loss
 from experiments._judge import Case
 
@@ -22,27 +23,10 @@ MODES = {  # how the derivative is asked for, and how often
     "jit": 44, "vmap": 18, "eager": 12, "eager vmap": 3, "hypergradient": 6, "optimize": 5, "driver=host": 3,
     "buffer=host": 2, "buffer=gmpy2": 2, "host_batches": 2, "isolate": 3,
 }  # fmt: skip
-ADJOINTS = {
-    "driver=host": hg.Reversible(driver="host"), "buffer=host": hg.Reversible(buffer="host"),
-    "buffer=gmpy2": hg.Reversible(buffer="gmpy2"), "host_batches": hg.Reversible(), "isolate": hg.Reversible(isolate=True),
-}  # fmt: skip
-RULES: dict[str, tuple[Any, float, tuple[str, ...]]] = {  # the rule, a rate that suits, its decays
-    "SGD": (hg.SGD, 0.3, ("momentum",)), "HeavyBall": (hg.HeavyBall, 0.05, ("momentum",)),
-    "Adam": (hg.Adam, 0.03, ("b1", "b2")), "AdamW": (hg.AdamW, 0.03, ("b1", "b2")),
-    "RMSProp": (hg.RMSProp, 0.01, ("decay", "momentum")), "Adagrad": (hg.Adagrad, 0.02, ("momentum",)),
-}  # fmt: skip
-LATER: dict[str, tuple[Any, float, tuple[str, ...]]] = {  # of the seeds from `LATER_SEEDS` on: all before stay as they were
-    "Nesterov": (hg.Nesterov, 0.03, ("momentum",)), "NAdamW": (hg.NAdamW, 0.03, ("b1", "b2")),
-    "AdEMAMix": (hg.AdEMAMix, 0.02, ("b1", "b2")), "ADOPT": (hg.ADOPT, 0.02, ("b1", "b2")),
-    "smooth Lion": (functools.partial(hg.Lion, temperature=0.3), 0.02, ("b2",)),
-    "ScheduleFreeAdamW": (hg.ScheduleFreeAdamW, 0.03, ("b2",)),
-    "LARS": (functools.partial(hg.LARS, trust=0.1), 0.3, ("momentum",)), "LAMB": (hg.LAMB, 0.03, ("b1", "b2")),
-}  # fmt: skip
-LATER_SEEDS = 1_000_000
+LATER_SEEDS = 1_000_000  # of rules that came later: all before stay as they were
 SEEDS_THAT_READ = 2_000_000  # rows of theta by index, and one value of it per step
 SEEDS_IN_PARTS = 3_000_000  # train with microbatches
-DECAYS = (0.3, 0.75, 0.9, 0.97)
-TRANSFORMS = ("clip", "clip_by_global_norm", "add_decayed_weights", "freeze")
+WIDE_SEEDS = 4_000_000  # of rules of matrices and partitions, other roads back, runs that go on, and metrics
 
 
 class Drawn(NamedTuple):
@@ -77,7 +61,9 @@ def draw(seed: int) -> Drawn:
     rng = np.random.default_rng(seed)
     one = lambda options: options[int(rng.integers(len(options)))]  # noqa: E731
     chance = lambda p: bool(rng.random() < p)  # noqa: E731
-    mode = str(rng.choice(list(MODES), p=np.array(list(MODES.values())) / sum(MODES.values())))
+    wide = seed >= WIDE_SEEDS
+    modes = MODES | ROADS if wide else MODES
+    mode = str(rng.choice(list(modes), p=np.array(list(modes.values())) / sum(modes.values())))
     x64, rough = mode == "optimize" or chance(0.8), chance(0.2)
     params = {name: one(SHAPES) for name in "abc"[: int(rng.integers(1, 4))]}
     if chance(0.05):
@@ -92,16 +78,18 @@ def draw(seed: int) -> Drawn:
     rules = ("SGD", "SGD", "HeavyBall", "HeavyBall", "Adam", "Adam", *RULES) if seed < LATER_SEEDS else tuple(LATER)
     if seed >= SEEDS_IN_PARTS:
         rules = (*RULES, *LATER)
+    if wide:
+        rules = (*RULES, *LATER, *WIDE, *WIDE, *WIDE)
     steps, name = int(rng.integers(2, 9)), one(rules)
-    arrays = _Arrays(rng)
+    arrays = Arrays(rng)
     h = {"params": arrays.dict(params), "theta": arrays.dict(theta)}
     if "each" in theta:
         h["theta"]["each"] = arrays((8,))  # as many as there are steps are taken
-    rule, said = _rule(arrays, one, chance, name, h)
+    rule, said = rule_of(arrays, one, chance, name, h)
     if evidence:
         h["means"] = {"seen": np.float64(0.1), "row": rng.normal(size=4)}
-        h["statistics_decay"] = _decay(one, chance, np.float64(one(DECAYS)))
-    parts = int(rng.integers(1, 4)) if seed >= SEEDS_IN_PARTS else None
+        h["statistics_decay"] = decay_of(one, chance, np.float64(one(DECAYS)))
+    parts = int(rng.integers(1, 4)) if seed >= SEEDS_IN_PARTS and (not wide or chance(0.25)) else None
     lead = (DISTINCT,) if parts is None else (DISTINCT, parts)
     data = {
         "x": rng.normal(size=(*lead, 4, 3)),
@@ -114,66 +102,16 @@ def draw(seed: int) -> Drawn:
     varied = (one((*names, "key")),) if "vmap" in mode and batches != "full" else (one(names),)
     reads = (chance(0.4), chance(0.3))  # the learning curve, the final accumulators
     quick = chance(0.75)
+    again, measured = wide and chance(0.2), wide and chance(0.25) and mode != "record"
     floats, compiled = "float64" if x64 else "float32", " compiled quickly" * quick
     batched = batches if parts is None else f"{batches} in {parts} parts"
     words = f"{said}, {steps} steps, batches {batched}, {floats}, {mode}{compiled}, in {' '.join(names)}"
+    words += ", then trained on" * again + ", measured" * measured
 
     def make() -> Case:
-        return _case(loss_of(source, seed), h, rule, data, batches, parts, steps, reads, varied)
+        return _case(loss_of(source, seed), h, rule, data, batches, parts, steps, reads, varied, again, measured)
 
     return Drawn(seed, source, words, mode, names, quick, x64, frozenset(marks), make)
-
-
-class _Arrays:
-    """Draws with float32's digits: the same numbers in every precision."""
-
-    def __init__(self, rng: np.random.Generator) -> None:
-        self.rng = rng
-
-    def __call__(self, shape: Shape) -> np.ndarray:
-        return np.asarray(self.rng.normal(size=shape), np.float32)
-
-    def dict(self, shapes: dict[str, Shape]) -> dict[str, np.ndarray]:
-        return {name: self(shape) for name, shape in shapes.items()}
-
-
-def _decay(one: Any, chance: Any, value: Any) -> Any:
-    return hg.unit_interval(value) if chance(0.5) else value
-
-
-def _rule(arrays: _Arrays, one: Any, chance: Any, name: str, h: dict[str, Any]) -> tuple[Callable[..., Any], str]:
-    """(natural h, steps) -> the optimizer, and its name; what it takes of h is added to h."""
-    kind, size, decays = (RULES | LATER)[name]
-    form = one(("scalar", "scalar", "per leaf", "per weight", "per step"))
-    spread = lambda shape: size * np.exp(0.3 * arrays(shape))  # noqa: E731
-    forms: dict[str, Callable[[], Any]] = {
-        "scalar": lambda: spread(()),
-        "per leaf": lambda: {k: spread(()) for k in h["params"]},
-        "per weight": lambda: {k: spread(w.shape) for k, w in h["params"].items()},
-        "per step": lambda: spread((8,)),  # as many as there are steps are taken
-    }
-    h["rate"] = hg.positive(forms[form]()) if chance(0.5) else forms[form]()
-    fixed = {}
-    for decay in decays:
-        value = np.float64(one(DECAYS))
-        if chance(0.4):
-            h[decay] = _decay(one, chance, value)
-        else:
-            fixed[decay] = float(value)
-    wrappers = [one(TRANSFORMS)] * chance(0.45) + [one(TRANSFORMS)] * chance(0.1)
-    for wrapper in wrappers:
-        if wrapper != "freeze":
-            h[wrapper] = np.float64({"clip": 0.05, "clip_by_global_norm": 0.2, "add_decayed_weights": 0.1}[wrapper])
-    mask = {k: i > 0 for i, k in enumerate(h["params"])}
-
-    def optimizer(h: dict[str, Any], steps: int) -> Any:
-        rate = hg.PerStep(h["rate"][:steps]) if form == "per step" else h["rate"]
-        found = kind(rate, **fixed, **{k: h[k] for k in decays if k in h})
-        for wrapper in wrappers:
-            found = hg.freeze(found, mask) if wrapper == "freeze" else getattr(hg, wrapper)(found, h[wrapper])
-        return found
-
-    return optimizer, " in ".join([f"{name} with a rate {form}", *wrappers])
 
 
 def _theta(theta: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -185,9 +123,17 @@ def _of_one_row(loss: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any
     return lambda params, theta, batch: loss(params, theta, jax.tree.map(lambda x: x[0], batch))
 
 
+def _metric(params: Any, theta: Any, batch: Any, state: Any, hypers: Any) -> dict[str, Any]:
+    def mean(tree: Any) -> jax.Array:
+        floats = [jnp.asarray(x) for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+        return sum((jnp.mean(jnp.sin(x)) for x in floats if x.size), jnp.zeros(()))
+
+    return {"params": mean(params), "theta": mean(theta), "state": mean(state), "hypers": mean(hypers)}
+
+
 def _case(
     loss: Any, h: Any, rule: Any, data: Any, batches: str, parts: int | None, steps: int, reads: tuple[bool, bool],
-    varied: tuple[str, ...],
+    varied: tuple[str, ...], again: bool, measured: bool,
 ) -> Case:  # fmt: skip
     dtype = jnp.result_type(float)
     h = jax.tree.map(lambda x: jnp.asarray(x, dtype), h)
@@ -211,11 +157,17 @@ def _case(
     def value(h: Any, key: Any, adjoint: Any) -> jax.Array:
         h = hg.natural(h)
         statistics = hg.Statistics(h["means"], h["statistics_decay"]) if "means" in h else None
-        run = hg.train(
-            loss if parts is None else _of_one_row(loss), h["params"], rule(h, steps), source(key, adjoint),
-            theta=_theta(h["theta"], steps), steps=steps, statistics=statistics, adjoint=adjoint, microbatches=parts,
-        )  # fmt: skip
-        read = [run.params, run.statistics, run.losses if reads[0] else None, run.state if reads[1] else None]
+        run: Any = None
+        for _ in range(1 + again):
+            run = trained(
+                adjoint, loss if parts is None else _of_one_row(loss), h["params"] if run is None else run.params,
+                rule(h, steps), source(key, adjoint), theta=_theta(h["theta"], steps), steps=steps,
+                statistics=statistics, state=None if run is None else run.state, microbatches=parts,
+                metric=_metric if measured else None,
+            )  # fmt: skip
+            if statistics is not None:
+                statistics = hg.Statistics(run.statistics, h["statistics_decay"])
+        read = [run.params, run.statistics, run.losses if reads[0] else None, run.state if reads[1] else None, run.metrics]
         return sum(jnp.mean(jnp.sin(3 * x + i)) for i, x in enumerate(jax.tree.leaves(read)) if x.size)
 
     return Case(value, h, jax.random.key(7), varied)

@@ -5,12 +5,14 @@
 A case is made of its number alone: a loss drawn from a grammar of JAX (`experiments/_grammar.py`), some of them with
 derivative rules of their own, an optimizer with transformations and statistics, floats, batches, a mode, and what is
 differentiated. `--only` runs one again and prints its loss. Several processes may share the numbers: `--first 0 --cases
-1000` and `--first 1000 --cases 1000`; those from `--first 1000000` on draw the rules that came later, those from `--first
-2000000` on read rows and steps of theta besides, and those from `--first 3000000` on draw of all rules and train with
-microbatches. Three cases in four are compiled with few of XLA's optimizations; `--part quick` runs those alone, in two
-thirds of their time since all of the process is compiled so, `--part full` the others. A difference is tried again as users
-compile, in a process of its own, and only that counts. The last table counts what came of them; exit status 1 if one
-differs, or fails in words that are not the library's.
+1000` and `--first 1000 --cases 1000`. Those from 1000000 on draw the rules that came later; from 2000000 on they read rows
+and steps of theta besides; from 3000000 on they draw of all rules and train with microbatches; from 4000000 on they draw
+rules of matrices and partitions, too, go back by `hg.record` and other roads, go on from a state, and measure.
+
+Three cases in four are compiled with few of XLA's optimizations; `--part quick` runs those alone, in two thirds of their
+time since all of the process is compiled so, `--part full` the others. A difference is tried again as users compile, in a
+process of its own, and only that counts. The last table counts what came of them; exit status 1 if one differs, or fails in
+words that are not the library's.
 """
 
 import argparse
@@ -32,7 +34,8 @@ import jax.numpy as jnp
 
 import hypergrad as hg
 from experiments import _judge, _quick
-from experiments._cases import ADJOINTS, Drawn, draw
+from experiments._case_roads import ADJOINTS
+from experiments._cases import Drawn, draw
 from experiments._judge import Verdict
 
 
