@@ -22,6 +22,7 @@ from hypergrad._door import calling, check_signature
 from hypergrad._needs import MUCH, Ask, Guessed, Need, fitted
 from hypergrad._placement import mesh_in_force, sharding_of
 from hypergrad._processes import several
+from hypergrad._program_keys import contains
 from hypergrad._report import Ledger, listen
 from hypergrad.batches import check_key
 from hypergrad.errors import ISOLATED, OK, HypergradError, NonFiniteError
@@ -162,9 +163,9 @@ class Evaluation:
                 results.append(((nan, nan), jax.tree.map(lambda x: jnp.full((1, *x.shape), jnp.nan, x.dtype), learned)))
         return results
 
-    def _look(self, constants: list[Any], several: bool) -> None:
+    def _look(self, program: programs.Program, constants: list[Any], several: bool) -> None:
         """At what was traced, before it is compiled. several: whether groups are to run on a device each."""
-        if several and any(map(sharding_of, constants)):
+        if several and (any(map(sharding_of, constants)) or contains(program.jaxpr, "shard_map")):
             raise _OnSeveral
         if self.ledger.guessed is not None:
             guessed, self.ledger.guessed = self.ledger.guessed, 0

@@ -89,7 +89,7 @@ def part_of(microbatches: Microbatches, batch: Any) -> list[jax.ShapeDtypeStruct
             f"take one of {', '.join(map(str, divisors[:12]))}{', ...' if len(divisors) > 12 else ''}."
         )
     cut = lambda x: x.shape and (rows // microbatches.count, *x.shape[1:])  # noqa: E731
-    return [jax.ShapeDtypeStruct(cut(x), x.dtype) for _, x in leaves]
+    return [jax.ShapeDtypeStruct(cut(x), x.dtype, weak_type=getattr(x, "weak_type", False)) for _, x in leaves]
 
 
 @contextlib.contextmanager

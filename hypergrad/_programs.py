@@ -188,16 +188,16 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
 def ahead(
     function: Callable[..., Any],
     *args: Any,
-    traced: Callable[[list[Any]], Any] = lambda constants: None,
+    traced: Callable[[Program, list[Any]], Any] = lambda program, constants: None,
     device: Any = None,
 ) -> Callable[..., Any]:
     """function, compiled now for arguments like these: what it returns depends on no setting of the thread that calls it.
 
-    traced: called between the trace and the compilation with the arrays that the function closes over; its error prevents
-    the latter. device: where it runs, with copies of all that it is given; None: where its arguments lie.
+    traced: called between the trace and the compilation with the program and the arrays that it closes over; its error
+    prevents the latter. device: where it runs, with copies of all that it is given; None: where its arguments lie.
     """
     program, constants = trace(function, *args)
-    traced(constants)
+    traced(program, constants)
     inside = _inside(constants)
     place = lambda leaves: leaves if device is None else jax.device_put(leaves, device)  # noqa: E731
     leaves = place(jax.tree.leaves(args))

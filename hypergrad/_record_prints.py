@@ -106,8 +106,8 @@ def _lines(program: Jaxpr) -> Iterator[str]:
     for e in program.eqns:
         yield f"{e.primitive} {named(e.invars)} -> {named(e.outvars)}"
         for name, value in sorted(e.params.items()):
-            if name.endswith("sharding"):
-                continue  # where arrays lie
+            if name.endswith("sharding") or name == "ctx_mesh":
+                continue  # where arrays lie, and the mesh in force
             inner = list(closed_in(value))
             yield f"{name} {'' if inner else value}"
             for one, consts in inner:

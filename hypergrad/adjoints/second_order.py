@@ -277,7 +277,9 @@ def _pulled(
             of_these = lambda w, these: function(w, merged(wanted, these, theta), frozen, batch)  # noqa: E731
             _, vjp = jax.vjp(of_these, w, chosen(wanted, theta))
             with jax.enable_x64(run.x64):
-                return vjp(push)
+                if run.microbatches is None or run.functions.symmetric:
+                    return vjp(push)
+                return run.microbatches.whole(vjp(run.microbatches.share(push)))  # rules see a part's share
 
         found = run.over_parts(of_part, Scaled(), (push, w, theta, frozen), batch, push)
         with jax.enable_x64(run.x64):

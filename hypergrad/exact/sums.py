@@ -21,6 +21,7 @@ from jax import Array
 SUM_BITS = 24  # floats below 2^22 in magnitude, of each its share of the mean rounded to 2^-72
 TERMS = 2**13
 _LOW_BITS = 48
+_LARGEST = 1000  # of the powers of two that are taken: the inverse of each is normal
 _RANGE_BITS = 46
 _LOST = 2**48  # the high limb of what is out of range: no sum of others comes near it
 
@@ -71,7 +72,7 @@ class Sum(NamedTuple):
 
 def total(x: Array, shape: tuple[int, ...]) -> Array:
     """x, float, summed over the axes along which `shape` was broadcast to it, in no order: by integers that go with its
-    largest entry. Call it inside `jax.enable_x64(True)`."""
+    largest entry; NaN from 2^1000 on. Call it inside `jax.enable_x64(True)`."""
     lead = x.ndim - len(shape)
     axes = (*range(lead), *(lead + i for i, n in enumerate(shape) if n != x.shape[lead + i]))
     bits = 61 - math.ceil(math.log2(max(x.size // max(math.prod(shape), 1), 1)))
@@ -82,16 +83,17 @@ def total(x: Array, shape: tuple[int, ...]) -> Array:
     low = jnp.round((y - high) * 2.0**bits)
     sums = [jnp.sum(part.astype(jnp.int64), axis=axes).astype(jnp.float64) * 2.0**-bits for part in (high, low)]
     found = (sums[0] + sums[1] * 2.0**-bits) * unit
-    return jnp.where(jnp.isfinite(largest), found, jnp.nan).astype(x.dtype).reshape(shape)
+    return jnp.where(largest < 2.0**_LARGEST, found, jnp.nan).astype(x.dtype).reshape(shape)
 
 
 def exponent_of(x: Array) -> Array:
-    """int32, with x < 2^exponent <= 2 x: float64 >= 0; 0 of what is zero or no number. From -1000 to 1000.
+    """int32, with x < 2^exponent <= 2 x: float64 >= 0; 0 of what is zero or no number. From -1000 to 1000: beyond, it is
+    cut off.
 
     By its bits: JAX makes `jnp.frexp` of float64 when a program is lowered, which is outside of `jax.enable_x64`.
     """
     found = (_bits(x) >> 52).astype(jnp.int32) - 1022
-    return jnp.where(jnp.isfinite(x) & (x > 0), jnp.clip(found, -1000, 1000), 0)
+    return jnp.where(jnp.isfinite(x) & (x > 0), jnp.clip(found, -_LARGEST, _LARGEST), 0)
 
 
 def power_of_two(exponent: Array) -> Array:
