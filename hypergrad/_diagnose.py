@@ -13,7 +13,7 @@ import optax
 from jax import Array
 
 from hypergrad._evaluate import default_key, objective
-from hypergrad._report import Trace, probe
+from hypergrad._report import ENTERED, Norms, Trace, probe
 from hypergrad.adjoints.second_order import check_symmetric
 from hypergrad.callbacks import EXPLODING
 from hypergrad.errors import Status
@@ -96,30 +96,45 @@ def diagnose(
     return worst._replace(excess=max(known, key=np.nanmax) if known else None)
 
 
-def growth(norms: np.ndarray) -> float:
-    """The largest factor by which norms [steps + 1] grow backwards over any stretch; NaN if none is finite."""
-    logs = _logs(norms[_first_finite(norms) :])
-    return float(np.exp(np.max(logs - np.minimum.accumulate(logs[::-1])[::-1]))) if len(logs) else math.nan
+def growth(norms: Norms) -> float:
+    """The largest factor by which the cotangent of the parameters grows backwards over any stretch, beside what has come in
+    by then; NaN if it is nowhere finite."""
+    seen = _of_what_entered(norms)[PARAMS]
+    first = _first_finite(seen)
+    logs = _logs(seen[first:])
+    if not len(logs):
+        return 1.0 if first < len(norms[PARAMS]) else math.nan
+    return float(np.exp(np.max(logs - np.minimum.accumulate(logs[::-1])[::-1])))
+
+
+def _of_what_entered(norms: Norms) -> dict[str, np.ndarray]:
+    """Norms of links as shares of what has entered, up to where the first of it reaches the parameters: what enters on the
+    way is not grown."""
+    entered = norms.get(ENTERED, np.ones_like(norms[PARAMS]))
+    there = np.flatnonzero((norms[PARAMS] != 0) & (entered != 0))
+    end = there[-1] + 1 if there.size else 0
+    return {name: x[:end] / entered[:end] for name, x in norms.items() if name != ENTERED}
 
 
 def judge(trace: Trace, value: float, gradient_norm: float, runs: int) -> Diagnosis:
-    norms = trace.norms[PARAMS]
+    norms, seen = trace.norms[PARAMS], _of_what_entered(trace.norms)
     steps = len(norms) - 1
     first = _first_finite(norms)
-    logs, grown = _logs(norms[first:]), growth(norms)
+    logs, grown = _logs(seen[PARAMS][first:]), growth(trace.norms)
     exploding = grown >= GROWTH and bool(trace.status.ok)
     onset = until = None
     verdict: Verdict = "healthy"
     if exploding:
-        verdict, (onset, until) = "exploding", _unstable(trace.norms, first)
+        verdict, (onset, until) = "exploding", _unstable(seen, first)
     elif first > 0 or not math.isfinite(value) or not math.isfinite(gradient_norm):
         verdict, onset = "not finite", first - 1 if 0 < first <= steps else None
     elif norms[0] <= SHRINKAGE * norms.max():
         verdict, onset = "vanishing", int(np.argmax(norms > SHRINKAGE * norms.max()))
     a, b = (onset - first, until - first) if exploding and onset is not None and until is not None else (0, len(logs) - 1)
     per_step = math.exp((logs[a] - logs[b]) / (b - a)) if b > a else math.nan
+    of_links = {name: x for name, x in trace.norms.items() if name != ENTERED}
     return Diagnosis(
-        verdict, onset, until, grown, per_step, value, gradient_norm, trace.norms, trace.losses, trace.status, runs
+        verdict, onset, until, grown, per_step, value, gradient_norm, of_links, trace.losses, trace.status, runs
     )
 
 
@@ -182,7 +197,7 @@ def _exploding(d: Diagnosis) -> str:
     lost = f" Before step {overflow} it is beyond the range of its dtype, and the hypergradient is lost." if overflow else ""
     return (
         f"from step {d.onset} on, up to step {d.until}, training amplifies what it is given: going back over these steps, "
-        f"the derivative with respect to the parameters grows by a factor {norms[d.onset] / norms[d.until]:.2g}, "
+        f"the derivative with respect to the parameters grows by a factor {d.growth_per_step ** (d.until - d.onset):.2g}, "
         f"{d.growth_per_step:.3g} a step.{lost} The hypergradient is exact, but it holds only for tiny changes. Lower the "
         f"learning rate from step {d.onset} on, clip the gradient (hg.clip_by_global_norm), or take fewer steps; in "
         "hg.optimize, average over seeds, clip with optax.clip_by_global_norm, or stop with hg.callbacks.StopOnGrowth. "

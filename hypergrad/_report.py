@@ -23,6 +23,7 @@ from hypergrad._settings import own_settings
 from hypergrad.errors import BUFFER_FULL, OK, REVERSAL, Status
 
 
+ENTERED = "entered"  # in `Norms`: what cotangents of losses and metrics have brought so far, where there are any
 Norms = dict[str, Any]  # link -> log of the norm of its cotangent before each step and at the end: float32 [..., steps + 1]
 
 

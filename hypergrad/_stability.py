@@ -75,7 +75,7 @@ def _since(found: Diagnosis) -> str:
 
 def growths(ledger: Ledger) -> list[float]:
     """Of each run that was reversed, how much its derivative grows."""
-    return [growth(_norms(logs)[PARAMS]) for logs in ledger.norms]
+    return [growth(_norms(logs)) for logs in ledger.norms]
 
 
 def worst_growth(ledger: Ledger) -> float:
@@ -85,7 +85,7 @@ def worst_growth(ledger: Ledger) -> float:
 
 def diagnosed(ledger: Ledger, done: Any) -> Diagnosis:
     """Of the run whose derivative grows most, as `hg.diagnose` would."""
-    norms = _norms(max(ledger.norms, key=lambda logs: np.nan_to_num(growth(_norms(logs)[PARAMS]))))
+    norms = _norms(max(ledger.norms, key=lambda logs: np.nan_to_num(growth(_norms(logs)))))
     losses = np.full(len(norms[PARAMS]) - 1, np.nan)
     return judge(Trace(done.status, losses, norms), done.value, done.gradient_norm, len(ledger.norms))
 

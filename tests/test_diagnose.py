@@ -52,6 +52,28 @@ def test_small_rates_are_healthy() -> None:
     assert "Nothing to do" in str(d) and d.runs == 1 and d.status.ok
 
 
+# What enters on the way: at all steps, at one, and by way of the velocity alone.
+ON_THE_WAY = {
+    "losses": lambda run: run.losses.mean(),
+    "a loss": lambda run: run.losses[35],
+    "metrics": lambda run: jnp.sum(run.metrics),
+    "velocity": lambda run: jnp.sum(run.state["velocity"]),
+}
+
+
+@pytest.mark.parametrize("read", ON_THE_WAY)
+def test_what_comes_in_on_the_way_is_not_growth(read: str) -> None:
+    measured = {"metric": lambda w, theta, batch, state, hypers: jnp.sum(jnp.sin(w))} if read == "metrics" else {}
+
+    def train_fn(h: Any, _: Any) -> Any:
+        start, batches = h["start"] * jnp.ones(3), hg.full_batch(CURVATURE)
+        return hg.train(quadratic, start, hg.SGD(h["rate"], 0.5), batches, theta=0.0, steps=40, **measured)
+
+    sound, unstable = (hg.diagnose(train_fn, ON_THE_WAY[read], {"rate": r, "start": 1e-3}) for r in (0.1, 6.3))
+    assert sound.growth < 3 and sound.verdict == "healthy" and sound.norms.keys() == {"params", "velocity"}
+    assert unstable.verdict == "exploding" and 0.9 < unstable.growth_per_step / spectral_radius(6.3) < 1.1
+
+
 @pytest.mark.parametrize("rate", [6.3, 9.0])
 def test_growth_per_step_is_the_spectral_radius(rate: float) -> None:
     d = diagnosed(rate, rate)

@@ -41,11 +41,11 @@ from hypergrad.adjoints.undo import (
     undo_parameters,
     undo_statistics,
 )
+from hypergrad.adjoints.watch import watch, with_end
 from hypergrad.exact import all_of
-from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import GRADIENT, PARAMS, Link
 from hypergrad.optimizers.expand import Hypers
-from hypergrad.run.fingerprints import print_of, state_prints
+from hypergrad.run.fingerprints import print_of
 from hypergrad.run.forward import Seen, theta_of_step
 from hypergrad.run.per_step import join_steps, joined, split_first
 from hypergrad.run.plan import by_link
@@ -120,6 +120,7 @@ class Undone(NamedTuple):
     seen: Seen  # computed again: whoever drops the loss changes what XLA fuses with the gradient, and its bits
     asymmetry: Array | None
     doubt: Array | None
+    entered: list[Array]  # cotangents of the parameters that the step's own loss and metrics have brought
 
 
 def step_vjp(run: Run, pass_: Pass, t: Array, state: State, ct: Cotangents, given: Given, doubt: Array | None) -> Undone:
@@ -152,14 +153,16 @@ def step_vjp(run: Run, pass_: Pass, t: Array, state: State, ct: Cotangents, give
     dseen = [jnp.zeros(x.shape, accumulator(x)) for x in chosen(pass_.seen, theta)]
     for part in parts:
         ct, dseen = ct._replace(z=add_parameters(run, ct.z, part.w)), plus(dseen, part.theta)
+    entered = [] if dloss is None else [dloss * x for x in g]
     if dmetrics:
         values = final_values(run, state)[: len(run.parameters)]
         dvalues, dtheta = pulled_metrics(run, t, pass_.seen, dmetrics, values, *point[1:])
         ct, dseen = ct._replace(z=add_values(run, ct.z, dvalues)), plus(dseen, dtheta)
+        entered += [own[PARAMS] for own in dvalues]
     totals, dtheta = run.functions.theta.added(pass_.wanted, ct.theta, dseen, indices)
     pending = [decays(block, pass_.delayed[j], h[j]) for j, block in enumerate(run.blocks)]
     again = Seen(value, None if run.functions.sure else print_of(batch))
-    return Undone(state, ct._replace(theta=totals), dtheta, pending, again, second.asymmetry, doubt)
+    return Undone(state, ct._replace(theta=totals), dtheta, pending, again, second.asymmetry, doubt, entered)
 
 
 def _linear_cotangent(run: Run, state: State, ct: Cotangents, h: list[Hypers], wide_w: list[Array]) -> list[Array]:
@@ -225,7 +228,9 @@ def undo(run: Run, wanted: tuple[bool, ...], consts: Any, carry: Any, xs: Any) -
         dstepped = [{k: dh[k] for k in hj} for dh, hj in zip(done.ct.h, stepped, strict=True)]
         dconstant = [{k: dh[k] + old[k] for k in old} for dh, old in zip(done.ct.h, dconstant, strict=True)]
         carry = (done.state, (done.ct.z, done.pending, dconstant, done.ct.theta), done.doubt)
-        return carry, ((dstepped, done.dtheta), done.seen, _watched(run, done))
+        dz = list(map(decayed, done.ct.z, done.pending))
+        watched = watch(run, done.state, dz, done.entered, done.asymmetry)
+        return carry, ((dstepped, done.dtheta), done.seen, watched)
 
     return run.loop(body, consts, carry, xs, True, fixed=wanted)
 
@@ -253,18 +258,8 @@ def finish(run: Run, wanted: tuple[bool, ...], inputs: Inputs, ct: Cotangents, c
     of_wanted = StepTheta(tuple(chosen(wanted, run.functions.theta.stepped)))
     dtheta = of_wanted.together(dtheta, dtheta_stepped)
     dh = joined(run, dconstant, dstepped, inputs.h)
-    if run.watch in ("norms", "growth"):
-        watched["norms"] = jax.tree.map(lambda before, last: jnp.append(before, last), watched["norms"], _norms(run, ct.z))
+    watched = with_end(run, watched, ct.z)
     return Reversed(start, Cotangents(list(map(decayed, dz, pending)), dh, dtheta), watched, doubted)
-
-
-def _watched(run: Run, done: Undone) -> dict[str, Any]:
-    """Of one step: |cotangent| of each link, float64 [], or prints of the state before it; and whether J is symmetric."""
-    if not run.watch:
-        return {}
-    dz = list(map(decayed, done.ct.z, done.pending))
-    what = {"states": state_prints(run, done.state)} if run.watch == "states" else {"norms": _norms(run, dz)}
-    return {**what, "asymmetry": done.asymmetry}
 
 
 def _either(doubt: Array, first: Array, apart: Callable[[], Any], beside: Any) -> tuple[Any, Array]:
@@ -289,12 +284,3 @@ def _largest(cotangents: Any) -> Array:
     leaves = jax.tree.leaves(cotangents)
     dtype = functools.reduce(jnp.promote_types, (x.dtype for x in leaves), jnp.dtype(jnp.float32))
     return jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(dtype) for x in leaves]).max()
-
-
-def _norms(run: Run, dz: list[Floats]) -> dict[str, Array]:
-    """Of each link, over all blocks. In float64: the square of an exploding float32 would overflow long before it does."""
-    squares: dict[str, list[Array]] = {}
-    for j in run.parameters:
-        for name, x in dz[j].items() if run.watch != "growth" else ((PARAMS, dz[j][PARAMS]),):
-            squares.setdefault(name, []).append(jnp.sum(x.astype(jnp.float64) ** 2))
-    return {name: jnp.sqrt(sum(row)) for name, row in squares.items()}

@@ -27,7 +27,8 @@ def report_gradient(trial: Any, grads: Mapping[str, Any], space: Space = "natura
     place in the interval for others. Parameters that are left out have no gradient. `hg.fixed` leaves are passed over.
 
     A wrong shape, NaN or infinity: the trial is kept, its gradient ignored, with one warning. ValueError for a name that
-    the trial did not suggest and for several objectives. A trial without a study (`optuna.trial.FixedTrial`): no effect.
+    the trial did not suggest and for several objectives. Called again in a trial, it adds what is new and replaces the
+    rest. A trial without a study (`optuna.trial.FixedTrial`): no effect.
     """
     if not isinstance(trial, optuna.trial.Trial):
         return
@@ -42,10 +43,20 @@ def report_gradient(trial: Any, grads: Mapping[str, Any], space: Space = "natura
         names, derivatives = tuple(numbers), _derivatives(so_far, numbers, space)
         gradient = _marks.Gradient(names, derivatives, _elements(of_tree, tree))
         _check_finite(gradient)
+        gradient = _beside(gradient, _marks.read_gradient(so_far))
     except _Unusable as problem:
         warnings.warn(f"trial {trial.number}: its gradient is ignored: {problem}", stacklevel=2)
         return
     _marks.write_gradient(trial.storage, trial._trial_id, gradient)
+
+
+def _beside(gradient: _marks.Gradient, before: _marks.Gradient | None) -> _marks.Gradient:
+    """With what the trial has reported before, of other numbers or of the tree."""
+    if before is None:
+        return gradient
+    numbers = dict(zip(before.names, before.numbers, strict=True)) | dict(zip(gradient.names, gradient.numbers, strict=True))
+    tree = gradient.tree if gradient.tree.size else before.tree
+    return _marks.Gradient(tuple(numbers), np.array(list(numbers.values()), np.float64), tree)
 
 
 class _Unusable(Exception):
@@ -70,6 +81,11 @@ def _divided(trial: FrozenTrial, grads: Any, tree: _marks.Tree | None) -> tuple[
             f"{', '.join(map(repr, suggested)) or 'no number'}{' and a tree' if tree else ''}. Report under those names."
         )
     for name in numbers:
+        if _heads(describe_hypers({name: numbers[name]})) & known:
+            raise ValueError(
+                f"{name!r} is a number that trial {trial.number} suggested and a key of its tree: of which is the "
+                "derivative? Give one of them another name."
+            )
         if not isinstance(suggested[name], FloatDistribution):
             raise ValueError(f"{name!r} is suggested as {suggested[name]}: a gradient is of floats. Leave it out.")
     return numbers, rest or None
@@ -90,7 +106,9 @@ def _derivatives(trial: FrozenTrial, numbers: dict[str, Any], space: Space) -> n
             raise _Unusable(f"{name!r} is one number, its derivative of shape {shapes or 'nothing'}.")
         x, derivative = trial.params[name], float(leaves[0])
         if is_domain(given):
-            derivative /= _domain_slope(given, x) or np.nan
+            if (slope := _domain_slope(given, x)) < 0:
+                raise _Unusable(f"{name!r} is {x:.6g}, which is not in the domain of its derivative, hg.{given.kind}.")
+            derivative /= slope or np.nan
         elif space == "unconstrained":
             derivative /= float(Axes.of(trial, (name,)).slope(np.array([x]))[0]) or np.nan
         found[i] = derivative

@@ -35,8 +35,9 @@ def test_several_objectives_are_refused():
         ({"x": float("nan")}, "it is NaN or infinite in x"),
         ({"x": 1e300}, "it is NaN or infinite in x"),
         ({"x": hg.positive(hg.PerStep(np.ones(2, np.float32)))}, r"'x' is one number, its derivative of shape \(2,\)"),
+        ({"x": hg.bounded(2.2, 2.1, 2.3)}, "'x' is .*, which is not in the domain of its derivative, hg.bounded"),
     ],
-    ids=["shape", "nan", "infinite", "schedule"],
+    ids=["shape", "nan", "infinite", "schedule", "domain"],
 )
 def test_a_gradient_that_cannot_be_used_is_ignored_with_one_warning(grads, problem):
     study = study_of()

@@ -143,6 +143,28 @@ def test_a_gradient_that_does_not_fit_is_ignored(change, problem):
     assert _marks.read_gradient(study.trials[0]) is None
 
 
+def test_reports_of_one_trial_add_up() -> None:
+    study = optuna.create_study(sampler=sampler())
+    trial = study.ask()
+    rates = hg.studies.suggest_tree(trial, {"rate": hg.positive(np.full(3, 0.5, np.float32))})
+    for name in ("a", "b"):
+        trial.suggest_float(name, 0.0, 1.0)
+    for grads in ({"a": 1.0}, rates, {"b": 3.0}, {"a": 2.0}):
+        hg.studies.report_gradient(trial, grads)
+    study.tell(trial, 1.0)
+    found = _marks.read_gradient(study.trials[0])
+    assert dict(zip(found.names, found.numbers, strict=True)) == {"a": 2.0, "b": 3.0}
+    np.testing.assert_allclose(found.tree, np.log(0.5), rtol=1e-6)
+
+
+def test_a_name_of_a_number_and_of_a_key_of_the_tree_is_an_error() -> None:
+    trial = optuna.create_study().ask()
+    hg.studies.suggest_tree(trial, HYPERS)
+    trial.suggest_float("rate", 0.0, 1.0)
+    with pytest.raises(ValueError, match="'rate' is a number that trial 0 suggested and a key of its tree"):
+        hg.studies.report_gradient(trial, {"rate": 1.0})
+
+
 def test_a_key_that_is_neither_in_the_tree_nor_suggested_is_an_error():
     trial = optuna.create_study().ask()
     hg.studies.suggest_tree(trial, HYPERS)
