@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
+from jax.sharding import AbstractMesh
 
 from hypergrad._program_keys import closed_in
 from hypergrad._settings import own_settings
@@ -88,8 +89,9 @@ def _program(run: Run, inputs: Inputs) -> str:
         consts = constant, theta, inputs.frozen
         return train_step(inner, inner.gradient, consts, state, jax.tree.map(lambda x: x[0], xs))[0]
 
-    with own_settings():
-        program = jax.make_jaxpr(one)(inputs)
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))  # noqa: E731
+    with own_settings(), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # whatever mesh is in force
+        program = jax.make_jaxpr(one)(jax.tree.map(like, inputs))
         text = "\n".join([_digest(program.consts), *_lines(program.jaxpr)])
     return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()
 
@@ -98,21 +100,29 @@ def _lines(program: Jaxpr) -> Iterator[str]:
     """A program, those inside of it where they are used. JAX writes one that several places share once; which these are
     depends on what the process has traced before."""
     number: dict[Any, int] = {}
+    placed: dict[Any, Any] = {}  # what a mesh in force has put elsewhere: the same numbers
+
+    def one(x: Any) -> str:
+        x = x if isinstance(x, Literal) else placed.get(x, x)
+        return repr(x) if isinstance(x, Literal) else f"{number.setdefault(x, len(number))}:{x.aval}"
 
     def named(xs: Any) -> str:
-        return " ".join(repr(x) if isinstance(x, Literal) else f"{number.setdefault(x, len(number))}:{x.aval}" for x in xs)
+        return " ".join(map(one, xs))
 
     yield f"({named((*program.constvars, *program.invars))})"
     for e in program.eqns:
+        if e.primitive.name == "reshard":
+            placed[e.outvars[0]] = e.invars[0] if isinstance(e.invars[0], Literal) else placed.get(e.invars[0], e.invars[0])
+            continue
         yield f"{e.primitive} {named(e.invars)} -> {named(e.outvars)}"
         for name, value in sorted(e.params.items()):
             if name.endswith("sharding") or name == "ctx_mesh":
                 continue  # where arrays lie, and the mesh in force
             inner = list(closed_in(value))
             yield f"{name} {'' if inner else value}"
-            for one, consts in inner:
+            for called, consts in inner:
                 yield _digest(consts)
-                yield from _lines(one)
+                yield from _lines(called)
     yield f"({named(program.outvars)})"
 
 

@@ -89,3 +89,14 @@ def test_decays_in_another_form_are_told(tmp_path: pathlib.Path) -> None:
     record = hg.record(**options(rates(dict.fromkeys(PARAMS, 0.5)), steps=STEPS), folder=tmp_path)
     with fails(ValueError, "their decays in the form that they had"):
         record.resume(5, optimizer=rates(dict.fromkeys(PARAMS, 0.5) | {"b": jnp.full(4, 0.5)}))
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_a_mesh_in_force_makes_no_other_run(kind: Any, tmp_path: pathlib.Path) -> None:
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(kind,))
+    on_it = lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P()))  # noqa: E731
+    of = lambda w, theta, batch: jnp.sum((w - batch) ** 2)  # noqa: E731
+    given: Any = (of, on_it(jnp.ones(2)), hg.SGD(0.1), hg.stacked(on_it(jnp.ones((3, 2)))))
+    made = hg.record(*given, folder=tmp_path)
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(hg.record(*given, folder=tmp_path).rewind(1).params, made.rewind(1).params)

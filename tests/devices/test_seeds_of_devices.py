@@ -22,9 +22,11 @@ _programs.ahead = note
 mesh = mesh_of(jax.device_count())
 data = put((X[0], Y[0]), mesh, P("data")) if "DIVIDED" in os.environ else (jnp.asarray(X[0]), jnp.asarray(Y[0]))
 
+parts = {"microbatches": hg.Microbatches(4, mesh=mesh)} if "IN_PARTS" in os.environ else {}
+
 def train_fn(h, key):
     w = {**START, "c": jax.random.normal(key, (24,)) / 5}
-    return hg.train(loss, w, hg.SGD(h["rate"]), hg.full_batch(data), theta=h["l2"], steps=20).params
+    return hg.train(loss, w, hg.SGD(h["rate"]), hg.full_batch(data), theta=h["l2"], steps=20, **parts).params
 
 result = hg.optimize(
     train_fn, lambda w: loss(w, 0.0, data), {"rate": hg.positive(0.05), "l2": hg.positive(0.01)},
@@ -61,4 +63,12 @@ def test_seeds_over_devices(expected: Any) -> None:
 def test_seeds_that_are_on_several_devices_already(expected: Any) -> None:
     found, compiled_on, _ = seen(2, DIVIDED="1")
     assert [x for x in compiled_on if x is not None] == [0], "which was not compiled, once it had been traced"
+    assert_close(found, expected)
+
+
+@pytest.mark.long
+def test_seeds_whose_microbatches_are_spread_over_devices(expected: Any) -> None:
+    """By a mesh that is named alone: no array is on it."""
+    found, compiled_on, _ = seen(2, IN_PARTS="yes")
+    assert compiled_on[-1] is None
     assert_close(found, expected)

@@ -128,3 +128,10 @@ def test_programs_that_are_lowered_outside_have_them() -> None:
                 return power_of_two(exponent_of(x.astype(jnp.float64))).astype(jnp.float32)
 
         assert float(size(jnp.float32(5))) == 8
+
+
+@pytest.mark.parametrize(("largest", "known"), [(2.0**999, True), (2.0**1000, False), (1e305, False), (np.inf, False)])
+def test_a_total_of_what_is_too_large_is_nan(largest: float, known: bool) -> None:
+    with jax.enable_x64(True):
+        found = total(jnp.array([largest, largest / 4, -1.0]), ())
+    assert float(found) == 1.25 * largest if known else np.isnan(found)

@@ -181,6 +181,15 @@ def test_each_part_has_a_key_of_its_own() -> None:
     np.testing.assert_allclose(done.losses[0], np.mean(parts), rtol=1e-6)
 
 
+def test_a_number_of_python_stays_one() -> None:
+    """In a loss of bfloat16 it takes that type."""
+    batches = lambda t: (jnp.ones((ROWS, 3), jnp.bfloat16), 2.0)  # noqa: E731
+    of = lambda w, _, batch: jnp.mean(batch[0] * w) * batch[1]  # noqa: E731
+    done = [hg.train(of, jnp.ones(3, jnp.bfloat16), hg.SGD(0.1), batches, steps=2, microbatches=m).losses for m in (None, 1)]
+    assert done[0].dtype == done[1].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(*done)
+
+
 @pytest.mark.long
 def test_certified_by_check_reversal() -> None:
     w, batches = hypers(jnp.float32)["w"], hg.stacked(jnp.asarray(X, jnp.float32))

@@ -11,6 +11,7 @@ import pytest
 from covering import long
 
 import hypergrad as hg
+from hypergrad.optimizers import Link, Optimizer
 
 
 ROWS, STEPS = 16, 8
@@ -53,3 +54,39 @@ def test_what_else_a_rule_reads_is_a_mean_over_the_parts(rule: Any, of_rows: boo
         near = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
         jax.tree.map(near, ours, of(None if of_rows else 4, hg.Unrolled()))
         assert of_rows or ours[0] != end(h, None, hg.Unrolled())
+
+
+@jax.custom_vjp
+def cut_off(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+cut_off.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (jnp.clip(g, -1e-3, 1e-3) * jnp.cos(x),))
+
+
+class Following(Optimizer):
+    """Parameters that follow a signal alone: the gradient of the loss."""
+
+    learning_rate: Any
+    signals = {"slope": lambda loss, w, theta, batch, key: jax.grad(loss)(w, theta, batch)}
+    chain = (
+        Link("v", lambda h, z, g: g, decay="decay", signal="slope"),
+        Link("params", lambda h, z: -h.learning_rate * z.v),
+    )
+    decay: Any = 0.5
+
+
+def test_a_rule_that_is_not_linear_sees_the_share_of_a_part_in_signals_too() -> None:
+    def bent(w: Any, theta: Any, x: Any) -> jax.Array:
+        return jnp.mean((x @ w) ** 2) * (1 + cut_off(theta))
+
+    def end(theta: Any, adjoint: Any) -> jax.Array:
+        done = hg.train(bent, jnp.ones(3), Following(0.1), hg.stacked(jnp.asarray(X[:3])), theta=theta, microbatches=4,
+                        adjoint=adjoint)  # fmt: skip
+        return jnp.sum(done.params**2)
+
+    with jax.enable_x64(True):
+        ours, unrolled = (
+            jax.jit(jax.grad(functools.partial(end, adjoint=a)))(0.3) for a in (hg.Reversible(), hg.Unrolled())
+        )
+        np.testing.assert_allclose(ours, unrolled, rtol=1e-9)
