@@ -81,8 +81,8 @@ def _real(params: Any) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             raise TypeError(
-                f"params{jax.tree_util.keystr(path)} is {jnp.result_type(x)}, and curvature is of real floats. Convert it, or "
-                "give the loss what is no parameter as `theta`."
+                f"params{jax.tree_util.keystr(path)} is {jnp.result_type(x)}, and curvature is of real floats. Convert it, "
+                "or give the loss what is no parameter as `theta`."
             )
 
 

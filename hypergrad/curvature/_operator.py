@@ -16,8 +16,8 @@ from jax.flatten_util import ravel_pytree
 
 from hypergrad import _programs as programs
 from hypergrad.curvature._factored import FACTORED, Factored
-from hypergrad.curvature._passes import Inputs, Passes, draws
 from hypergrad.curvature._flat import examples
+from hypergrad.curvature._passes import Inputs, Passes, draws
 from hypergrad.curvature._quantities import DECLARE, analysed, check_mean, needs_end, quantities
 from hypergrad.errors import NonFiniteError
 
@@ -198,17 +198,17 @@ class Operator:
 
 
 def _converged(found: Array, residual: Array, v: Array, tolerance: float) -> Array:
-    """The solution of conjugate gradients, if it is one: their own residual leaves the true one by rounding, ten times the root
-    of a unit being far from both."""
+    """The solution of conjugate gradients, if it is one. Rounding takes the true residual away from the one by which they
+    stop: what is ten times the root of the dtype's unit is more than that."""
     off = jnp.linalg.norm(residual) / jnp.maximum(jnp.linalg.norm(v), jnp.finfo(v.dtype).tiny)
     good = off <= 10 * max(tolerance, float(jnp.finfo(v.dtype).eps) ** 0.5)
     if isinstance(good, jax.core.Tracer):
         return jnp.where(good, found, jnp.nan)
     if not good:
         raise NonFiniteError(
-            f"conjugate gradients did not converge: their residual is {float(off):.2g} of the right side, where {tolerance:.2g} "
-            "was asked for. The matrix is singular, indefinite or badly conditioned: raise `damping`, or `steps`, or allow a "
-            "larger `tolerance`."
+            f"conjugate gradients did not converge: their residual is {float(off):.2g} of the right side, where "
+            f"{tolerance:.2g} was asked for. The matrix is singular, indefinite or badly conditioned: raise `damping`, or "
+            "`steps`, or allow a larger `tolerance`."
         )
     return found
 
