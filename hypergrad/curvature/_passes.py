@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad._cpu_kernels import carefully, eigh
+from hypergrad._cpu_kernels import eigh
 from hypergrad._lifted import interpreted
 from hypergrad.curvature._likelihoods import End
 from hypergrad.curvature._uses import Found, Use
@@ -161,14 +161,16 @@ def diagonalized(h: Array) -> tuple[Array, Array]:
 @diagonalized.defjvp
 def _(given: tuple[Array], along: tuple[Array]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     vectors, values = diagonalized(*given)
-    back = carefully(jnp.linalg.inv)(vectors)
+    back, one = vectors.T, jnp.eye(len(values), dtype=values.dtype)
+    for _ in range(2):  # of Newton, without which derivatives of this rule would take V^-1 for V' where V turns
+        back = back @ (2 * one - vectors @ back)
     m = back @ along[0] @ back.T
     m = (m + m.T) / 2
     largest = jnp.maximum(jnp.abs(values[:, None]), jnp.abs(values))
     none = largest == 0
-    one, other = (x / jnp.where(none, 1, largest) for x in (values[:, None], values))
-    turn = other / jnp.where(none, 1, (one**2 + other**2) * largest)
-    turn = jnp.where(none | jnp.eye(len(values), dtype=bool), 0, turn)
+    row, column = (x / jnp.where(none, 1, largest) for x in (values[:, None], values))
+    turn = column / jnp.where(none, 1, (row**2 + column**2) * largest)
+    turn = jnp.where(none | (one > 0), 0, turn)
     return (vectors, values), (vectors @ (m * turn), jnp.diagonal(m))
 
 

@@ -12,6 +12,7 @@ from covering import some_of
 
 import hypergrad as hg
 from hypergrad.curvature import quantities
+from hypergrad.curvature._passes import diagonalized
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +70,17 @@ def test_a_hypergradient_through_a_saturated_model() -> None:
     found, unrolled = (jax.grad(value)(0.05, adjoint) for adjoint in (hg.Reversible(), hg.Unrolled()))
     assert found != 0
     np.testing.assert_allclose(found, unrolled, rtol=1e-8)
+
+
+def test_higher_derivatives_of_a_diagonalized_matrix_are_those_of_the_matrix() -> None:
+    at, along = (
+        jnp.asarray(np.diag(x) + y) for x, y in (((2.0, 2.0, 0.0, -1.0), 0), ((1.0, 0.0, 2.0, 3.0), np.ones((4, 4))))
+    )
+
+    def again(t: Any) -> Any:
+        vectors, values = diagonalized(at + (t + t**2 + t**3) * along)
+        return (vectors * values) @ vectors.T
+
+    first = jax.jacfwd(again)
+    for derivative, count in ((first, 1), (jax.jacfwd(first), 2), (jax.jacfwd(jax.jacfwd(first)), 6)):
+        np.testing.assert_allclose(jax.jit(derivative)(0.0), count * along, atol=1e-12)
