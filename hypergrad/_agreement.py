@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from hypergrad._differences import central, extrapolated, moved
+from hypergrad._differences import central, check_like, check_step, extrapolated, moved
 from hypergrad._evaluate import default_key, objective
 from hypergrad._optimize import hypergradient
 from hypergrad.errors import HypergradError
@@ -119,16 +119,18 @@ def check_gradient(
     that momenta stay on their grid of 2^-16). The difference is extrapolated from two sizes, and taken where it varies
     least from size to size; that variation is its uncertainty. gradient: checked in place of the hypergradient, if given.
     """
+    check_step(step)
     hypers = check_hypers(hypers)
     if gradient is None:
         _, gradient = hypergradient(train_fn, val_fn, hypers, key)
     learned, _ = split_fixed(hypers)
-    slopes, _ = split_fixed(gradient)
+    slopes = check_like(split_fixed(gradient)[0], learned)
     rng = np.random.default_rng(0)
 
     def direction(unit: Any, g: Array) -> Array:
         # Every hyperparameter moves, and none cancels another: an error anywhere counts with its full share.
-        return unit * jnp.where(g == 0, jnp.asarray(rng.choice([-1.0, 1.0], g.shape), g.dtype), jnp.sign(g))
+        known = jnp.isfinite(g) & (g != 0)
+        return unit * jnp.where(~known, jnp.asarray(rng.choice([-1.0, 1.0], g.shape), g.dtype), jnp.sign(g))
 
     d = jax.tree.map(direction, _units(hypers), slopes)
     value = _value(train_fn, val_fn, hypers, key)
@@ -140,7 +142,9 @@ def check_gradient(
     best = int(np.argmin(spreads))
     derivative, difference, noise = _dot(slopes, d), float(np.median(windows[best])), float(spreads[best]) / 2
     error = abs(derivative - difference)
-    allowed = tolerance * max(abs(difference), abs(derivative))
+    if not math.isfinite(derivative):  # it is no derivative, whatever the differences are
+        error = math.inf
+    allowed = tolerance * (max(abs(difference), abs(derivative)) if math.isfinite(derivative) else abs(difference))
     verdict: Any = "the difference is too noisy to tell"
     if noise <= allowed and error <= allowed:
         verdict = "agrees"
@@ -165,6 +169,7 @@ def check_smoothness(
     for those like Adam. Two hypergradients, and eight training runs for a ladder of sizes from step / 32 to 4 step.
     Agreement of gradients at both ends is the metasmoothness of Engstrom et al. (2025).
     """
+    check_step(step)
     hypers = check_hypers(hypers)
     learned, fixed = split_fixed(hypers)
     start, gradient = hypergradient(train_fn, val_fn, hypers, key)

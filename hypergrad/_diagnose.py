@@ -208,7 +208,10 @@ def _exploding(d: Diagnosis) -> str:
 
 def _vanishing(d: Diagnosis) -> str:
     if not d.norms[PARAMS].any():
-        return "the derivative with respect to the parameters is exactly zero: `val_fn` does not depend on them."
+        return (
+            "the derivative with respect to the parameters is exactly zero: `val_fn` does not depend on them, or is at a "
+            "minimum or on a plateau where training ends."
+        )
     return (
         f"what happens before step {d.onset} of {len(d.losses)} no longer matters for the result: the derivative with "
         f"respect to the parameters is below {SHRINKAGE:.0e} of its largest value there. The hyperparameters of those "

@@ -4,12 +4,31 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 
 def moved(x: Any, direction: Any, size: float) -> Any:
     """x + size direction, leaf by leaf."""
     return jax.tree.map(lambda a, d: a + size * d, x, direction)
+
+
+def check_step(step: float) -> None:
+    """That there is a difference of this size to take."""
+    if not 0 < step < float("inf"):
+        raise ValueError(f"`step` must be a finite number above 0, as the size of a difference; got {step}.")
+
+
+def check_like(gradient: Any, hypers: Any) -> Any:
+    """The gradient as arrays, if it has a leaf of the same shape for each of the hyperparameters."""
+    ours, theirs = (jax.tree_util.tree_leaves_with_path(x) for x in (gradient, hypers))
+    shapes = lambda pairs: {jax.tree_util.keystr(path): jnp.shape(x) for path, x in pairs}  # noqa: E731
+    if shapes(ours) != shapes(theirs):
+        raise ValueError(
+            f"`gradient` must be a pytree like the hyperparameters, with shapes {shapes(theirs)}; got {shapes(ours)}."
+        )
+    arrays = [jnp.asarray(x, jnp.result_type(like)) for (_, x), (_, like) in zip(ours, theirs, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(hypers), arrays)
 
 
 def central(f: Callable[[Any], Array], x: Any, direction: Any, size: float) -> float:

@@ -83,8 +83,12 @@ def images(
     """
     values = np.asarray(values, np.float64)
     shape = values.shape[-2:] if shape is None else shape
-    if len(shape) != 2 or values.size % max(math.prod(shape), 1):
+    if len(shape) != 2 or not _are_images(values.shape, tuple(shape)):
         raise ValueError(f"`values` of shape {values.shape} are no images of shape {shape}: pass shape=(rows, columns).")
+    if not values.size:
+        raise ValueError(f"`values` of shape {values.shape} have no entry: there is no image to draw.")
+    if columns is not None and columns < 1:
+        raise ValueError(f"`columns` must be at least 1; got {columns}.")
     stack = values.reshape(-1, *shape)
     columns = columns or math.ceil(math.sqrt(len(stack) * shape[0] / shape[1] * 1.5))
     columns = min(columns, len(stack))
@@ -135,17 +139,28 @@ def buffer(decays: Any, steps: int | None = None, ax: Any = None) -> Any:
             raise ValueError(f"`steps` is missing: the decay {float(rho)!r} is one number.")
         if rho.ndim > 1 or (rho.ndim == 1 and steps not in (None, len(rho))):
             raise ValueError(f"a decay is a number or an array [steps]; got shape {rho.shape} for steps={steps}.")
+        if not rho.size or (steps is not None and steps < 1):
+            raise ValueError(f"`steps` must be at least 1: there is nothing to draw of {steps if rho.size else 0} steps.")
         name = label if isinstance(label, str) else f"decay {float(rho):g}" if rho.ndim == 0 else "schedule"
         with jax.enable_x64(True):
             n = numerator(jnp.broadcast_to(rho, (steps or len(rho),)), MOMENTUM_DENOMINATOR)
             entries = DEFERRED.schedule(n, MOMENTUM_DENOMINATOR).entries
             words, ratio = np.asarray(entries.slot + entries.spills), np.asarray(n) / MOMENTUM_DENOMINATOR
+        if (wrong := np.broadcast_to(rho, ratio.shape)[~(np.abs(ratio - rho) < 1 / MOMENTUM_DENOMINATOR)]).size:
+            raise ValueError(
+                f"a decay is a ratio between 0 and 1, of which the buffer keeps what it takes; got {wrong[0]:g}."
+            )
         t = np.arange(1, len(ratio) + 1)
         ax.plot(t, WORD_BITS * words, drawstyle="steps-post", label=name, **style)
         ax.plot(t, np.cumsum(-np.log2(ratio)), color=style["color"], linestyle="--", linewidth=1)
     ax.plot([], [], color=_GREY, linestyle="--", linewidth=1, label="sum of log2(1/decay)")
     ax.set(xlabel="training step", ylabel="bits per parameter", ylim=(0, None))
     return _finished(ax)
+
+
+def _are_images(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether the last axes are an image's rows and columns, or the last axis its pixels: none begins within another."""
+    return sizes[-2:] == shape or sizes[-1:] == (math.prod(shape),)
 
 
 def _per_step(hypers: Any) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad._check import Certificate, check_reversal
-from hypergrad._differences import central, extrapolated
+from hypergrad._differences import central, check_like, check_step, extrapolated
 from hypergrad._inverse import check_inverse as check_inverse
 from hypergrad._meshes import in_automatic_axes
 from hypergrad._train import train
@@ -260,9 +260,13 @@ def check_hypergradient(
 
     f: hypers -> scalar; run it in float64 for tolerances below 1e-3. Differences (4 D(step/2) - D(step)) / 3 are of fourth
     order (Richardson). step: a power of two; a momentum moves on a grid of 2^-16, so take at least 2^-14 where one is among
-    the hypers, which keeps both differences on the grid. gradient: checked instead of jax.grad(f)(hypers) if given.
+    the hypers, which keeps both differences on the grid. gradient: checked instead of jax.grad(f)(hypers) if given. A
+    derivative or a difference that is not finite agrees with nothing.
     """
-    gradient = jax.grad(f)(hypers) if gradient is None else gradient
+    check_step(step)
+    if directions < 1:
+        raise ValueError(f"`directions` must be at least 1: none is no check; got {directions}.")
+    gradient = jax.grad(f)(hypers) if gradient is None else check_like(gradient, hypers)
     leaves, tree = jax.tree.flatten(hypers)
     rng = np.random.default_rng(seed)
     results = []
@@ -272,7 +276,7 @@ def check_hypergradient(
         numeric = extrapolated(central(f, hypers, direction, step), central(f, hypers, direction, step / 2))
         exact = float(sum(jnp.vdot(g, e) for g, e in zip(jax.tree.leaves(gradient), d, strict=True)))
         results.append(Comparison(exact, numeric))
-    worst = max(results, key=lambda c: c.relative_error)
+    worst = max(results, key=lambda c: math.inf if math.isnan(c.relative_error) else c.relative_error)
     if not worst.relative_error <= tolerance:
         raise AssertionError(
             f"the gradient is not the derivative: along one direction {worst.derivative:.10g}, central differences give "

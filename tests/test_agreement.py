@@ -1,5 +1,6 @@
 """`check_gradient` and `check_smoothness` tell the truth about gradients that are right, wrong, or of no use."""
 
+import math
 from typing import Any
 
 import jax
@@ -129,3 +130,37 @@ def test_where_training_fails_there_is_no_prediction() -> None:
 def test_a_hypergradient_of_zero_has_no_direction() -> None:
     with pytest.warns(UserWarning, match="exactly zero"), fails(ValueError, "no direction to follow", "is zero"):
         hg.check_smoothness(lambda h, key: h["x"], lambda x: 0 * x + 1, {"x": 2.0})
+
+
+def test_a_gradient_that_is_not_finite_disagrees(gradient: Any) -> None:
+    """Its infinity is not within a share of itself."""
+    for value in (math.inf, math.nan):
+        check = hg.check_gradient(train_fn, val_fn, HYPERS, gradient=gradient | {"momentum": value})
+        assert check.verdict == "disagrees" and not check.relative_error <= 1
+
+
+@pytest.mark.parametrize("check", [hg.check_gradient, hg.check_smoothness])
+@pytest.mark.parametrize("step", [0.0, -0.125, math.nan, math.inf])
+def test_a_difference_needs_a_step(check: Any, step: float) -> None:
+    with fails(ValueError, "`step` must be a finite number above 0"):
+        check(train_fn, val_fn, HYPERS, step=step)
+
+
+def test_a_given_gradient_is_like_the_hyperparameters() -> None:
+    square = lambda h, key: h["x"] ** 2  # noqa: E731
+    assert hg.check_gradient(square, lambda x: x, {"x": 2.0}, gradient={"x": 4.0}).verdict == "agrees"
+    assert hg.check_gradient(square, lambda x: x, {"x": 2.0}, gradient={"x": 0.0}).verdict == "disagrees"
+    for wrong in ({"y": 4.0}, {"x": np.ones(2)}, {}):
+        with fails(ValueError, "`gradient` must be a pytree like the hyperparameters"):
+            hg.check_gradient(square, lambda x: x, {"x": 2.0}, gradient=wrong)
+
+
+def test_a_difference_that_is_no_number_agrees_with_nothing() -> None:
+    """In one of the directions alone, after one in which it is a number."""
+    f = lambda h: jnp.where(h[0] - h[1] > 5e-4, jnp.nan, h[0] * 2 + h[1] * 3)  # noqa: E731
+    with pytest.raises(AssertionError, match="the gradient is not the derivative"):
+        hg.testing.check_hypergradient(f, jnp.zeros(2), tolerance=1e-3)
+    with fails(ValueError, "`directions` must be at least 1"):
+        hg.testing.check_hypergradient(f, jnp.zeros(2), tolerance=1e-3, directions=0)
+    with fails(ValueError, "`step` must be a finite number above 0"):
+        hg.testing.check_hypergradient(f, jnp.zeros(2), tolerance=1e-3, step=0.0)

@@ -1,6 +1,7 @@
 """`diagnose`, on a linear recurrence whose growth is known, on networks, and where there is nothing to see."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -149,7 +150,8 @@ def test_verdicts_on_norms_made_by_hand() -> None:
         assert judged((0.99 * GROWTH) ** np.array(norms)).verdict == "healthy"
     assert judged(10.0 ** np.linspace(-6.1, 0, 100)).verdict == "vanishing"
     assert judged(10.0 ** np.linspace(-5.9, 0, 100)).verdict == "healthy"
-    assert judged(np.zeros(10)).verdict == "vanishing" and "does not depend" in judged(np.zeros(10)).explain()
+    nothing = judged(np.zeros(10))  # of a value that does not see them, or is at its minimum
+    assert nothing.verdict == "vanishing" and re.search("does not depend.* or is at a minimum", nothing.explain())
     lost = judged([np.nan, np.nan, 1.0, 1.0])
     assert lost.verdict == "not finite" and lost.onset == 1 and "sqrt(0)" in lost.explain()
 

@@ -140,3 +140,19 @@ def test_missing_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with fails(ImportError, "pip install matplotlib"):
         plots.learning(result([1.0]))
+
+
+@pytest.mark.parametrize(
+    ("draw", "words"),
+    [
+        (lambda: plots.images(np.ones((4, 6)), (3, 4)), "are no images of shape (3, 4)"),  # each would begin within another
+        (lambda: plots.images(np.ones((0, 6)), (2, 3)), "have no entry"),
+        (lambda: plots.images(np.ones((2, 6)), (2, 3), columns=0), "`columns` must be at least 1"),
+        (lambda: plots.buffer(1.5, 5), "between 0 and 1, of which the buffer keeps what it takes; got 1.5"),
+        (lambda: plots.buffer([0.9, 0.0], 5), "got 0."),
+        (lambda: plots.buffer(0.9, 0), "`steps` must be at least 1"),
+    ],
+)
+def test_what_is_no_picture(draw: Any, words: str) -> None:
+    with fails(ValueError, words):
+        draw()

@@ -1,7 +1,8 @@
 """From what stands at the layers of every example to quantities like the parameters.
 
 Invariant: the gradient of example n in a leaf is the sum over its uses of A_n' B_n, plus what the loss adds without looking
-at examples. Where a leaf has one use and one position, its squares are (A^2)' (B^2) and no gradient of an example is made.
+at examples. Where a leaf has one use and one position, and is read entry by entry, its squares are (A^2)' (B^2) and no
+gradient of an example is made. Squares are of float32 at least: those of a shorter type may be beyond its range.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.curvature._passes import Example, Inputs, Passes, layer_matrices, spread
+from hypergrad.curvature._passes import Example, Inputs, Passes, layer_matrices, spread, wide
 from hypergrad.curvature._uses import Use
 
 
@@ -52,6 +53,10 @@ class Batch:
     def spread(self, use: Use, matrix: Array) -> Array:
         return spread(self.passes.found, use, self.weights[use.leaf], matrix)
 
+    def rounded(self, leaves: list[Array]) -> list[Array]:
+        """In the dtypes of the parameters."""
+        return [x.astype(w.dtype) for x, w in zip(leaves, self.weights, strict=True)]
+
     def gradients(self, leaf: int, signals: Signals) -> Array:
         """A leading axis of examples, and the shape of the leaf; without penalties."""
         taps, free = signals
@@ -60,7 +65,8 @@ class Batch:
         found = jnp.zeros((self.count, *self.weights[leaf].shape), self.weights[leaf].dtype)
         for use in self.passes.found.of(leaf):
             a, b = self.matrices(use, taps[use.index])
-            found += jax.vmap(functools.partial(self.spread, use))(jnp.einsum("ngti,ngto->ngio", a, b))
+            matrices = jnp.einsum("ngti,ngto->ngio", a, b)
+            found += jax.vmap(functools.partial(self.spread, use))(matrices).astype(found.dtype)
         return found
 
     def one_use(self, leaf: int) -> Use | None:
@@ -69,11 +75,12 @@ class Batch:
         return uses[0] if len(uses) == 1 and leaf not in self.passes.found.penalized else None
 
     def first_pair(self, leaf: int) -> tuple[Use, Array, Array] | None:
-        """The one use of a leaf, with the A and B of its gradients."""
+        """The one use of a leaf, with the A and B of its gradients, whose products are each entry's own."""
         use = self.one_use(leaf)
-        if use is None or self.examples.first is None:
+        if use is None or self.examples.first is None or use.sums:
             return None
-        return use, *self.matrices(use, self.examples.first[0][use.index])
+        a, b = self.matrices(use, self.examples.first[0][use.index])
+        return use, wide(a), wide(b)
 
     def of_examples(self, leaf: int) -> Array:
         """grad l_n."""
@@ -86,24 +93,24 @@ def individual_gradients(batch: Batch) -> list[Array]:
 
 
 def squared_norms(batch: Batch) -> list[Array]:
-    return [_squared_norm(batch, i) / batch.count**2 for i in range(len(batch.weights))]
+    return batch.rounded([_squared_norm(batch, i) / batch.count**2 for i in range(len(batch.weights))])
 
 
 def _squared_norm(batch: Batch, leaf: int) -> Array:
     pair = batch.first_pair(leaf)
     if pair is not None:
         _, a, b = pair
-        positions, (wide, out) = a.shape[2], (a.shape[3], b.shape[3])
+        positions, (inputs, outputs) = a.shape[2], (a.shape[3], b.shape[3])
         if positions == 1:
             return jnp.sum(jnp.sum(a * a, (2, 3)) * jnp.sum(b * b, (2, 3)), 1)
-        if positions * (wide + out) < wide * out:
+        if positions * (inputs + outputs) < inputs * outputs:
             return jnp.sum(jnp.einsum("ngti,ngsi->ngts", a, a) * jnp.einsum("ngto,ngso->ngts", b, b), (1, 2, 3))
-    gradients = batch.of_examples(leaf)
+    gradients = wide(batch.of_examples(leaf))
     return jnp.sum(gradients**2, tuple(range(1, gradients.ndim)))
 
 
 def second_moment(batch: Batch) -> list[Array]:
-    return [_second_moment(batch, i) for i in range(len(batch.weights))]
+    return batch.rounded([_second_moment(batch, i) for i in range(len(batch.weights))])
 
 
 def _second_moment(batch: Batch, leaf: int) -> Array:
@@ -112,68 +119,64 @@ def _second_moment(batch: Batch, leaf: int) -> Array:
         use, a, b = pair
         if a.shape[2] == 1:
             return batch.spread(use, jnp.einsum("ngti,ngto->gio", a * a, b * b) / batch.count)
-    return jnp.mean(batch.of_examples(leaf) ** 2, 0)
-
-
-def mean_gradient(batch: Batch) -> list[Array]:
-    """g: of a leaf of one position, without the gradients of the examples."""
-    return [_mean_gradient(batch, i) for i in range(len(batch.weights))]
+    return jnp.mean(wide(batch.of_examples(leaf)) ** 2, 0)
 
 
 def _mean_gradient(batch: Batch, leaf: int) -> Array:
+    """g: of a leaf of one position, without the gradients of the examples."""
     pair = batch.first_pair(leaf)
     if pair is not None:
         use, a, b = pair
         if a.shape[2] == 1:
             return batch.spread(use, jnp.einsum("ngti,ngto->gio", a, b) / batch.count)
-    return jnp.mean(batch.of_examples(leaf), 0)
+    return jnp.mean(wide(batch.of_examples(leaf)), 0)
 
 
 def variance(batch: Batch) -> list[Array]:
     """mean_n (grad l_n)^2 - g^2; not below zero, where rounding would say so."""
-    pairs = zip(second_moment(batch), mean_gradient(batch), strict=True)
-    return [jnp.maximum(moment - g * g, 0) for moment, g in pairs]
+    each = range(len(batch.weights))
+    return batch.rounded([jnp.maximum(_second_moment(batch, i) - _mean_gradient(batch, i) ** 2, 0) for i in each])
 
 
 def ggn_diagonal(batch: Batch, sampled: bool = False) -> list[Array]:
-    signals, signs = columns(batch, sampled)
-    return [leaf_diagonal(batch, i, signals, signs) for i in range(len(batch.weights))]
+    signals, scales = columns(batch, sampled)
+    return batch.rounded([leaf_diagonal(batch, i, signals, scales) for i in range(len(batch.weights))])
 
 
 def columns(batch: Batch, sampled: bool) -> tuple[Signals, Array]:
-    """(signals with axes [columns, examples], the columns' signs [columns, examples])."""
+    """(signals with axes [columns, examples], what their squares count [columns, examples])."""
     found = batch.examples.sampled if sampled else batch.examples.exact
     assert found is not None
     signals: Signals = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), found)
     size = jax.tree.leaves(signals)[0].shape[0]
     ones = jnp.ones((size, batch.count))
-    return signals, ones if sampled or batch.examples.signs is None else batch.examples.signs.T
+    return signals, ones if sampled or batch.examples.scales is None else batch.examples.scales.T
 
 
-def leaf_diagonal(batch: Batch, leaf: int, signals: Signals, signs: Array) -> Array:
+def leaf_diagonal(batch: Batch, leaf: int, signals: Signals, scales: Array) -> Array:
     uses = batch.passes.found.of(leaf)
-    if len(uses) == 1:
+    if len(uses) == 1 and not uses[0].sums:
         a, b = jax.vmap(lambda b: batch.matrices(uses[0], b))(signals[0][uses[0].index])
         if a.shape[3] == 1:
-            squares = jnp.einsum("cngto,cn->ngto", b * b, signs.astype(b.dtype))
-            return batch.spread(uses[0], jnp.einsum("ngti,ngto->gio", a[0] * a[0], squares) / batch.count)
-    return squares_of_leaf(batch, leaf, signals, signs, lambda g: g)
+            squares = jnp.einsum("cngto,cn->ngto", wide(b) ** 2, scales.astype(wide(b).dtype))
+            return batch.spread(uses[0], jnp.einsum("ngti,ngto->gio", wide(a[0]) ** 2, squares) / batch.count)
+    return squares_of_leaf(batch, leaf, signals, scales, lambda g: g)
 
 
-def squares_of_leaf(batch: Batch, leaf: int, signals: Signals, signs: Array, turned: Callable[[Array], Array]) -> Array:
-    """sum over columns, mean over examples of sign turned(gradient)^2, of a leaf; turned: a linear map."""
+def squares_of_leaf(batch: Batch, leaf: int, signals: Signals, scales: Array, turned: Callable[[Array], Array]) -> Array:
+    """sum over columns, mean over examples of scale turned(gradient)^2, of a leaf; turned: a linear map."""
     of_leaf: Signals = (
         {use.index: signals[0][use.index] for use in batch.passes.found.of(leaf)},
         {leaf: signals[1][leaf]} if leaf in signals[1] else {},
     )
 
     def add(total: Array, column: Any) -> tuple[Array, None]:
-        sign, signal = column
-        squares = jax.vmap(turned)(batch.gradients(leaf, signal)) ** 2
-        return total + jnp.einsum("n,n...->...", sign.astype(total.dtype), squares), None
+        scale, signal = column
+        squares = jax.vmap(turned)(wide(batch.gradients(leaf, signal))) ** 2
+        return total + jnp.einsum("n,n...->...", scale.astype(total.dtype), squares), None
 
-    zero = jnp.zeros_like(turned(batch.weights[leaf]))
-    return jax.lax.scan(add, zero, (signs, of_leaf))[0] / batch.count
+    zero = jnp.zeros_like(turned(wide(batch.weights[leaf])))
+    return jax.lax.scan(add, zero, (scales, of_leaf))[0] / batch.count
 
 
 def hessian_diagonal(batch: Batch) -> list[Array]:
@@ -183,6 +186,8 @@ def hessian_diagonal(batch: Batch) -> list[Array]:
 
 def _hessian_diagonal(batch: Batch, leaf: int) -> Array:
     weight, found = batch.weights[leaf], batch.passes.found
+    if not weight.size:
+        return weight
     use = batch.one_use(leaf)  # of several uses one has an input that depends on the others
     outputs = 0 if use is None else math.prod(found.flat.equations[use.index].outvars[0].aval.shape)
     if use is None or outputs >= weight.size:

@@ -104,9 +104,9 @@ def _corrected(loss: Any, params: Any, theta: Any, blocks: list[Eigen], sampled:
 
     def compute(given: Inputs, key: Any, blocks: list[Eigen]) -> list[Array]:
         of_batch: Batch = gathered(found, end, {"kfac" if sampled else "kflr"}, 1, "expand", given, key)
-        signals, signs = columns(of_batch, sampled)
+        signals, scales = columns(of_batch, sampled)
         turned = lambda i, own: lambda g: own.turned(arranged(found, i, g))  # noqa: E731
-        return [squares_of_leaf(of_batch, i, signals, signs, turned(i, own)) for i, own in enumerate(blocks)]
+        return [squares_of_leaf(of_batch, i, signals, scales, turned(i, own)) for i, own in enumerate(blocks)]
 
     return jax.jit(compute)(given, key, blocks)
 

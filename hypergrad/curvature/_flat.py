@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from hypergrad import _programs as programs
@@ -49,6 +50,8 @@ class Flat:
 
 def flatten(loss: Callable[..., Any], params: Any, theta: Any, batch: Any) -> tuple[Flat, list[Any]]:
     """The loss of one of the batch's examples, and the arrays that it closes over."""
+    examples(batch)
+    _real(params)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), batch)
     program, constants = programs.trace(loss, params, theta, one)
     if [x.shape for x in jax.tree.leaves(program.out)] != [()]:
@@ -61,6 +64,26 @@ def flatten(loss: Callable[..., Any], params: Any, theta: Any, batch: Any) -> tu
     jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
     constants = [*closed.consts, *constants]
     return Flat(program, jaxpr, len(constants), *(len(jax.tree.leaves(x)) for x in (params, theta))), constants
+
+
+def examples(batch: Any) -> int:
+    """How many there are."""
+    sizes = {jax.tree_util.keystr(path): jnp.shape(x)[:1] for path, x in jax.tree_util.tree_leaves_with_path(batch)}
+    if len(set(sizes.values())) != 1 or () in sizes.values():
+        raise ValueError(f"each leaf of `batch` must have the examples as its leading axis; the leading axes are {sizes}.")
+    count = next(iter(sizes.values()))[0]
+    if not count:
+        raise ValueError("`batch` has no examples: its leading axes are of size 0. A mean over none is no number.")
+    return count
+
+
+def _real(params: Any) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is {jnp.result_type(x)}, and curvature is of real floats. Convert it, "
+                "or give the loss what is no parameter as `theta`."
+            )
 
 
 def _inlined(jaxpr: Jaxpr, constants: Any, leaves: Any) -> list[Any]:

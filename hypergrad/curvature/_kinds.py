@@ -34,6 +34,10 @@ class Layer(abc.ABC):
     def arrange(self, equation: Any, place: int, weight: Array) -> Array:
         """The weight as [groups, in, out]: its entries in another order."""
 
+    def fits(self, equation: Any, place: int) -> bool:
+        """Of a layer that is declared: whether the operands are what it is declared of. `jax.vmap` may have changed them."""
+        return True
+
 
 class Dense(Layer):
     """`x @ w`, also over several axes, and with the weight on either side."""
@@ -113,6 +117,10 @@ class RegisteredDense(Layer):
     def match(self, equation: Any, place: int) -> bool:
         return False
 
+    def fits(self, equation: Any, place: int) -> bool:
+        y, x, w = (v.aval.shape for v in equation.invars[:3])
+        return w == (*x[-1:], *y[-1:]) and x[:-1] == y[:-1]
+
     def matrices(self, equation: Any, place: int, operands: list[Any], cotangent: Array) -> tuple[Array, Array]:
         return _rows(operands[1]), _rows(cotangent)
 
@@ -122,6 +130,9 @@ class RegisteredDense(Layer):
 
 class RegisteredBias(RegisteredDense):
     name, adds = "shift", True
+
+    def fits(self, equation: Any, place: int) -> bool:
+        return equation.invars[place].aval.shape == equation.invars[0].aval.shape[-1:]
 
     def matrices(self, equation: Any, place: int, operands: list[Any], cotangent: Array) -> tuple[Array, Array]:
         return jnp.ones((1, 1, 1), cotangent.dtype), _rows(cotangent).sum(1, keepdims=True)

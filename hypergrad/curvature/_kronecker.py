@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 
 from hypergrad.curvature._batch import Batch, Signals, columns, leaf_diagonal
 from hypergrad.curvature._order import factored
-from hypergrad.curvature._passes import factor
+from hypergrad.curvature._passes import factor, wide
 from hypergrad.curvature._uses import Found
 
 
@@ -34,34 +34,35 @@ class Diagonal(NamedTuple):
 
 def factors(batch: Batch, sampled: bool) -> list[Kronecker | Diagonal]:
     """KFAC (labels drawn by the model) or KFLR (the exact Hessian in the outputs)."""
-    signals, signs = columns(batch, sampled)
-    return [_factors(batch, i, signals, signs) for i in range(len(batch.weights))]
+    signals, scales = columns(batch, sampled)
+    return [_factors(batch, i, signals, scales) for i in range(len(batch.weights))]
 
 
-def _factors(batch: Batch, leaf: int, signals: Signals, signs: Array) -> Kronecker | Diagonal:
+def _factors(batch: Batch, leaf: int, signals: Signals, scales: Array) -> Kronecker | Diagonal:
     found = batch.passes.found
     if leaf in found.shifts:
         b = jax.vmap(lambda signal: batch.gradients(leaf, signal))(signals)
-        return Kronecker(None, _output_factor(b.reshape(*signs.shape, 1, 1, -1), signs))
+        return Kronecker(None, _output_factor(b.reshape(*scales.shape, 1, 1, -1), scales))
     if not factored(found, leaf):
-        return Diagonal(leaf_diagonal(batch, leaf, signals, signs))
+        return Diagonal(leaf_diagonal(batch, leaf, signals, scales).astype(batch.weights[leaf].dtype))
     a, b = _stacked(batch, leaf, signals)
     if batch.sharing == "reduce":
         a, b = a.mean(2, keepdims=True), b.sum(3, keepdims=True)
-    return Kronecker(input_factor(a), _output_factor(b, signs))
+    return Kronecker(input_factor(a), _output_factor(b, scales))
 
 
 def input_factor(a: Array) -> Array:
     """The second moment of inputs, mean over examples and positions: [groups, in, in]."""
-    a = a / math.sqrt(a.shape[0] * a.shape[2])  # before: a pass over the result would be the longer one
+    a = wide(a) / math.sqrt(a.shape[0] * a.shape[2])  # before: a pass over the result would be the longer one
     return _products(a, a)
 
 
-def _output_factor(b: Array, signs: Array) -> Array:
+def _output_factor(b: Array, scales: Array) -> Array:
     """The second moment of derivatives in outputs, over columns and positions, mean over examples: [groups, out, out]."""
-    signed = b * signs.astype(b.dtype)[..., None, None, None]
+    b = wide(b)
+    scaled = b * scales.astype(b.dtype)[..., None, None, None]
     rows = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
-    return _products(rows(signed), rows(b)) / signs.shape[1]
+    return _products(rows(scaled), rows(b)) / scales.shape[1]
 
 
 def _products(x: Array, y: Array) -> Array:
@@ -99,9 +100,9 @@ def _averaged(batch: Batch, found: Found, leaf: int, averages: dict[int, Array])
     a, b = jax.vmap(lambda row: batch.matrices(use, place(row)))(rows)  # B of a unit of the output: which entry it is
     if a.shape[3] != 1:
         raise ValueError("'kfra' is for layers that are used at one position an example; take 'kflr' for sequences.")
-    order = b[:, 0, 0, 0]  # [outputs, out]
-    b = order.T @ g @ order
-    return Kronecker(None if leaf in found.shifts else input_factor(a[0]), b[None])
+    order = b[:, 0, :, 0]  # [outputs, groups, out]
+    b = jnp.einsum("ogi,op,pgj->gij", order, g, order)
+    return Kronecker(None if leaf in found.shifts else input_factor(a[0]), b)
 
 
 def _averages(batch: Batch) -> dict[int, Array]:
@@ -126,9 +127,9 @@ def _hessian(batch: Batch) -> Array:
     def one(b: list[Array]) -> Array:
         inputs = batch.given._replace(batch=b)
         outputs = batch.passes.forward(inputs, batch.passes.taps(), {})[0].outputs
-        found, signs = factor(batch.passes, inputs, outputs)
-        flat = found.reshape(found.shape[0], -1)
-        return flat.T @ (flat * signs[:, None].astype(flat.dtype))
+        found, scales = factor(batch.passes, inputs, outputs)
+        flat = wide(found.reshape(found.shape[0], -1))
+        return flat.T @ (flat * scales[:, None].astype(flat.dtype))
 
     return jnp.mean(jax.vmap(one)(batch.given.batch), 0)
 

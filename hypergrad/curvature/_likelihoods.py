@@ -36,8 +36,7 @@ def _softmax(f: Array, y: Array) -> Array:
 
 
 def _softmax_root(f: Array) -> Array:
-    p = jax.nn.softmax(f)
-    root = jnp.sqrt(p)
+    p, root = jax.nn.softmax(f), jnp.exp(jax.nn.log_softmax(f) / 2)  # a root of p has no derivative where p is 0
     return root[..., None] * jnp.eye(f.shape[-1], dtype=f.dtype) - p[..., :, None] * root[..., None, :]
 
 
@@ -62,7 +61,7 @@ SOFTMAX = Likelihood("softmax_cross_entropy", _softmax, _softmax_root, _softmax_
 SIGMOID = Likelihood(
     "sigmoid_cross_entropy",
     _sigmoid,
-    lambda f: jnp.sqrt(jax.nn.sigmoid(f) * jax.nn.sigmoid(-f)),
+    lambda f: jnp.exp((jax.nn.log_sigmoid(f) + jax.nn.log_sigmoid(-f)) / 2),
     _sigmoid_sample,
 )
 SQUARED = Likelihood(
@@ -95,12 +94,15 @@ def likelihood(name: str, outputs: Array, targets: Array) -> Array:
     if name not in LIKELIHOODS:
         raise ValueError(f"`name` must be one of {', '.join(LIKELIHOODS)}; got {name!r}.")
     kind, given = LIKELIHOODS[name], outputs.shape[:-1] if LIKELIHOODS[name].rows else outputs.shape
-    fits = targets.shape == given or (kind.rows and targets.shape == outputs.shape)
+    labels = kind.rows and targets.shape == given
+    fits = targets.shape == outputs.shape or (labels and not jnp.issubdtype(targets.dtype, jnp.floating))
     if not fits:
         raise ValueError(
             f"targets of shape {targets.shape} do not fit outputs of shape {outputs.shape} for {name!r}: it needs {given}"
-            f"{f' (integers) or {outputs.shape} (rows that sum to 1)' if kind.rows else ''}."
+            f"{f' (integers) or {outputs.shape} (rows that sum to 1)' if kind.rows else ''}; these are {targets.dtype}."
         )
+    if not jnp.issubdtype(targets.dtype, jnp.floating):  # what counts or says yes and no has no negative
+        targets = targets.astype(jnp.int32 if labels else outputs.dtype)
     return _DECLARED[name](outputs, targets)
 
 

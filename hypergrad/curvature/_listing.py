@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from hypergrad.curvature._flat import flatten
 from hypergrad.curvature._uses import Found, Use, find
@@ -15,7 +16,7 @@ class LayerUse:
     """One use of one weight. kind: "dense", "convolution", "embedding", "scale", "shift", "general", or a name of your own.
 
     Of "general" weights the derivatives are taken one example at a time; `reason` names the operation that made it so, or
-    is "not used".
+    is "not used" or "no entries".
     """
 
     parameter: str
@@ -34,7 +35,7 @@ def layers(loss: Callable[..., Any], params: Any, theta: Any, batch: Any) -> lis
 
 
 def _of(found: Found, leaf: int, path: Any, x: Any) -> list[LayerUse]:
-    name, shape = f"params{jax.tree_util.keystr(path)}", tuple(x.shape)
+    name, shape = f"params{jax.tree_util.keystr(path)}", jnp.shape(x)
     if leaf in found.general:
         return [LayerUse(name, shape, "general", found.general[leaf])]
     uses = found.of(leaf)

@@ -16,8 +16,10 @@ from jax.flatten_util import ravel_pytree
 
 from hypergrad import _programs as programs
 from hypergrad.curvature._factored import FACTORED, Factored
+from hypergrad.curvature._flat import examples
 from hypergrad.curvature._passes import Inputs, Passes, draws
-from hypergrad.curvature._quantities import DECLARE, analysed, quantities
+from hypergrad.curvature._quantities import DECLARE, analysed, check_mean, needs_end, quantities
+from hypergrad.errors import NonFiniteError
 
 
 MATRICES = ("hessian", "ggn", "fisher", "fisher_mc", "empirical_fisher", *FACTORED)
@@ -62,35 +64,54 @@ class Operator:
         self.batches: Iterable[Any] = batches if many else [batches]
         flat, self._tree = ravel_pytree(params)
         self.shape, self.dtype = (flat.size, flat.size), flat.dtype
-        if matrix in ("fisher", "fisher_mc"):
-            end = analysed(loss, params, theta, next(iter(self.batches)))[1]
-            if end is None or end.kind is None:
-                raise ValueError(f"{matrix!r} needs a likelihood that is known: {DECLARE}. 'ggn' takes any loss.")
+        self._check()
         self.factored: Factored | None = None
         if matrix in FACTORED:
             self.factored = Factored(loss, params, theta, self.batches, matrix, key)
 
+    def _check(self) -> None:
+        """That the loss is one whose matrix this is."""
+        first = next(iter(self.batches), None)
+        if first is None:
+            raise ValueError("`batches` is empty: there is no example to take curvature of.")
+        _, end, constants = analysed(self.loss, self.params, self.theta, first)
+        if self.matrix == "ggn":
+            needs_end(self.matrix, end)
+        if self.matrix in ("fisher", "fisher_mc") and (end is None or end.kind is None):
+            raise ValueError(f"{self.matrix!r} needs a likelihood that is known: {DECLARE}. 'ggn' takes any loss.")
+        telling = next((batch for batch in self.batches if examples(batch) > 1), first)  # of one example a sum is a mean
+        check_mean(self.loss, self.params, self.theta, telling, constants)
+
     def __matmul__(self, v: Any) -> Any:
-        if isinstance(v, (jax.Array, np.ndarray)) and v.ndim == 2 and jnp.shape(v)[0] == self.shape[0]:
-            return jnp.stack([self @ column for column in jnp.asarray(v).T], 1)
-        if isinstance(v, (jax.Array, np.ndarray)) and jnp.shape(v) == self.shape[:1]:
-            return self._product(jnp.asarray(v))
+        return self._mapped(self._product, v)
+
+    def _mapped(self, function: Callable[[Array], Array], v: Any) -> Any:
+        """A function of a flat vector, of all that a product takes."""
+        size, is_array = self.shape[0], isinstance(v, (jax.Array, np.ndarray))
+        if is_array and v.ndim == 2 and v.shape[0] == size:
+            return jnp.stack([function(self._real(column)) for column in jnp.asarray(v).T], 1)
+        if is_array and v.shape == (size,):
+            return function(self._real(v))
         if not eqx.tree_equal(*(jax.tree.map(jnp.shape, x) for x in (v, self.params))):
-            size = self.shape[0]
             raise ValueError(f"a product takes a pytree like `params`, or arrays [{size}] or [{size}, columns].")
-        return self._tree(self._product(ravel_pytree(v)[0]))
+        return self._tree(function(self._real(ravel_pytree(v)[0])))
+
+    def _real(self, v: Any) -> Array:
+        if jnp.issubdtype(v.dtype, jnp.complexfloating):
+            raise TypeError(f"a product takes real numbers; got {v.dtype}. Take it of real and imaginary parts apart.")
+        return jnp.asarray(v, self.dtype)
 
     def _product(self, v: Array) -> Array:
         if self.factored is not None:
             return self._flat(self.factored.times(jax.tree.leaves(self._tree(v))))
         total, count = jnp.zeros_like(v), 0
         for i, batch in enumerate(self.batches):
-            size = jax.tree.leaves(batch)[0].shape[0]
+            size = examples(batch)
             total, count = total + size * self._of_batch(v, batch, i), count + size
         return total / count
 
     def _flat(self, leaves: list[Array]) -> Array:
-        return ravel_pytree(jax.tree.unflatten(jax.tree.structure(self.params), leaves))[0]
+        return ravel_pytree(jax.tree.unflatten(jax.tree.structure(self.params), leaves))[0].astype(self.dtype)
 
     def _of_batch(self, v: Array, batch: Any, i: int) -> Array:
         found, end, constants = analysed(self.loss, self.params, self.theta, batch)
@@ -114,7 +135,7 @@ class Operator:
             raise ValueError(f"{self.matrix!r} has no exact diagonal here; take hg.curvature.quantities' 'ggn_diagonal_mc'.")
         name, total, count = DIAGONALS[self.matrix], jnp.zeros(self.shape[0], self.dtype), 0
         for batch in self.batches:
-            size = jax.tree.leaves(batch)[0].shape[0]
+            size = examples(batch)
             found = quantities(self.loss, self.params, self.theta, batch, name)[name]
             total, count = total + size * ravel_pytree(found)[0], count + size
         return total / count
@@ -152,20 +173,21 @@ class Operator:
 
     def inverse(self, damping: float, tolerance: float = 1e-6, steps: int | None = None) -> Callable[[Any], Any]:
         """v -> (matrix + damping)^-1 v, by conjugate gradients (`jax.scipy.sparse.linalg.cg`): for a matrix without
-        negative eigenvalues below -damping. Of a matrix in blocks by its eigenvectors, exactly."""
+        negative eigenvalues below -damping. Of a matrix in blocks by its eigenvectors, exactly. tolerance: of the residual,
+        relative to v; steps: at most so many. Where they end far from it, `NonFiniteError`; NaN, where values are traced."""
         if not damping >= 0:
             raise ValueError(f"`damping` must not be negative; got {damping}.")
 
-        def solve(v: Any) -> Any:
-            flat, as_flat = ravel_pytree(v)[0], isinstance(v, (jax.Array, np.ndarray)) and v.ndim == 1
+        def solve(flat: Array) -> Array:
             if self.factored is not None:
-                inverted = self.factored.times(jax.tree.leaves(self._tree(flat)), lambda values: 1 / (values + damping))
-                return self._flat(inverted) if as_flat else self._tree(self._flat(inverted))
+                return self._flat(
+                    self.factored.times(jax.tree.leaves(self._tree(flat)), lambda values: 1 / (values + damping))
+                )
             product = lambda x: self._product(x) + damping * x  # noqa: E731
             found = jax.scipy.sparse.linalg.cg(product, flat, tol=tolerance, maxiter=steps)[0]
-            return found if as_flat else self._tree(found)
+            return _converged(found, product(found) - flat, flat, tolerance)
 
-        return solve
+        return functools.partial(self._mapped, solve)
 
     def to_scipy(self) -> Any:
         """A `scipy.sparse.linalg.LinearOperator` of float64."""
@@ -173,6 +195,22 @@ class Operator:
 
         product = lambda v: np.asarray(self @ jnp.asarray(v.reshape(-1), self.dtype), np.float64)  # noqa: E731
         return scipy.sparse.linalg.LinearOperator(self.shape, matvec=product, rmatvec=product, dtype=np.float64)
+
+
+def _converged(found: Array, residual: Array, v: Array, tolerance: float) -> Array:
+    """The solution of conjugate gradients, if it is one. Rounding takes the true residual away from the one by which they
+    stop: what is ten times the root of the dtype's unit is more than that."""
+    off = jnp.linalg.norm(residual) / jnp.maximum(jnp.linalg.norm(v), jnp.finfo(v.dtype).tiny)
+    good = off <= 10 * max(tolerance, float(jnp.finfo(v.dtype).eps) ** 0.5)
+    if isinstance(good, jax.core.Tracer):
+        return jnp.where(good, found, jnp.nan)
+    if not good:
+        raise NonFiniteError(
+            f"conjugate gradients did not converge: their residual is {float(off):.2g} of the right side, where "
+            f"{tolerance:.2g} was asked for. The matrix is singular, indefinite or badly conditioned: raise `damping`, or "
+            "`steps`, or allow a larger `tolerance`."
+        )
+    return found
 
 
 def _without_each(matrix: Operator, signs: Array) -> Array:

@@ -106,7 +106,7 @@ class Example(NamedTuple):
     loss: Array
     first: tuple[Taps, dict[int, Array]] | None  # of the loss
     exact: tuple[Taps, dict[int, Array]] | None  # of the outputs along the columns of the factor of the loss's Hessian
-    signs: Array | None  # of the columns
+    scales: Array | None  # of the columns: what the square of each counts
     sampled: tuple[Taps, dict[int, Array]] | None  # of the outputs, along gradients at labels of the model
 
 
@@ -117,33 +117,61 @@ def example(passes: Passes, inputs: Inputs, key: Array | None, *, first: bool, e
     backward = lambda of_loss, of_outputs: pull(Forward(of_loss, of_outputs))  # noqa: E731
     zero = None if outputs is None else jnp.zeros_like(outputs)
     along = jax.vmap(lambda s: backward(jnp.zeros_like(loss), s))
-    found, signs, sampled = None, None, None
+    found, scales, sampled = None, None, None
     if exact:
-        columns, signs = factor(passes, inputs, outputs)
+        columns, scales = factor(passes, inputs, outputs)
         found = along(columns)
     if samples:
         sampled = along(draws(passes, inputs, outputs, key, samples))
-    return Example(operands, loss, backward(jnp.ones_like(loss), zero) if first else None, found, signs, sampled)
+    return Example(operands, loss, backward(jnp.ones_like(loss), zero) if first else None, found, scales, sampled)
 
 
 def factor(passes: Passes, inputs: Inputs, outputs: Any) -> tuple[Array, Array]:
-    """(columns like the outputs, their signs): the sum of sign * column column' is the loss's Hessian in the outputs."""
+    """(columns like the outputs, a scale for each): the sum of scale * column column' is the loss's Hessian in the outputs.
+    A scale is not made part of its column, by a root that would have no derivative where it is zero."""
     end = passes.end
     assert end is not None
     size, like = outputs.size, outputs.shape
     if end.kind is None:
         tail = lambda f: passes.loss_from(inputs, end.outputs, f.reshape(like))  # noqa: E731
-        values, vectors = eigh(jax.hessian(tail)(outputs.reshape(-1)))
-        return (vectors * jnp.sqrt(jnp.abs(values))).T.reshape(size, *like), jnp.sign(values)
-    weight = _weights(passes, inputs, outputs)
-    signs = jnp.sign(weight).reshape(-1)
-    root, weight = end.kind.root(outputs), jnp.sqrt(jnp.abs(weight))
+        vectors, values = diagonalized(wide(jax.hessian(tail)(outputs.reshape(-1))))
+        return vectors.T.reshape(size, *like).astype(outputs.dtype), values
+    root, weight = end.kind.root(outputs), _weights(passes, inputs, outputs).reshape(-1)
     if not end.kind.rows:
-        return jnp.diag((root * weight.reshape(like)).reshape(-1)).reshape(size, *like), signs
+        return jnp.diag(root.reshape(-1)).reshape(size, *like), weight
     rows, classes = size // like[-1], like[-1]
-    blocks = (root * weight.reshape(like[:-1])[..., None, None]).reshape(rows, classes, classes)
+    blocks = root.reshape(rows, classes, classes)
     whole = jnp.einsum("rck,rs->rksc", blocks, jnp.eye(rows, dtype=outputs.dtype))
-    return whole.reshape(size, *like), jnp.repeat(signs, classes)
+    return whole.reshape(size, *like), jnp.repeat(weight, classes)
+
+
+@jax.custom_jvp
+def diagonalized(h: Array) -> tuple[Array, Array]:
+    """(V, values) of a symmetric matrix H = V diag(values) V', for what depends on that product alone.
+
+    An eigenvector has no derivative where eigenvalues are equal, and one of mere rounding where they nearly are, as those of
+    a cross entropy between equal classes. The product has one: with M = V^-1 dH V^-T, it is kept by dvalues the diagonal of
+    M and dV = V S, S_ij = M_ij values_j / (values_i^2 + values_j^2) elsewhere. Between two that are exactly zero M_ij is
+    taken as zero, which it is of a loss that is convex in its outputs.
+    """
+    values, vectors = eigh(h)
+    return vectors, values
+
+
+@diagonalized.defjvp
+def _(given: tuple[Array], along: tuple[Array]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    vectors, values = diagonalized(*given)
+    back, one = vectors.T, jnp.eye(len(values), dtype=values.dtype)
+    for _ in range(2):  # of Newton, without which derivatives of this rule would take V^-1 for V' where V turns
+        back = back @ (2 * one - vectors @ back)
+    m = back @ along[0] @ back.T
+    m = (m + m.T) / 2
+    largest = jnp.maximum(jnp.abs(values[:, None]), jnp.abs(values))
+    none = largest == 0
+    row, column = (x / jnp.where(none, 1, largest) for x in (values[:, None], values))
+    turn = column / jnp.where(none, 1, (row**2 + column**2) * largest)
+    turn = jnp.where(none | (one > 0), 0, turn)
+    return (vectors, values), (vectors @ (m * turn), jnp.diagonal(m))
 
 
 def draws(passes: Passes, inputs: Inputs, outputs: Any, key: Array | None, samples: int) -> Array:
@@ -181,11 +209,17 @@ def layer_matrices(found: Found, use: Use, weights: list[Any], operands: list[An
     return jnp.ones((1, 1, 1), leaf.dtype), gradient.reshape(1, 1, -1)
 
 
+def wide(x: Array) -> Array:
+    """In float32 at least."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def spread(found: Found, use: Use, leaf: Array, matrix: Array) -> Array:
-    """[groups, in, out], entry by entry at the places of the leaf."""
+    """[groups, in, out], entry by entry at the places of the leaf; in the longer of both dtypes."""
+    matrix = matrix.astype(jnp.promote_types(matrix.dtype, leaf.dtype))
     if use.layer is None:
         return matrix.reshape(leaf.shape)
-    e = found.flat.equations[use.index]
-    arranged = lambda w: use.layer.arrange(e, use.place, use.view(w))  # noqa: E731
-    (placed,) = jax.linear_transpose(arranged, leaf)(matrix)
+    e, like = found.flat.equations[use.index], jax.ShapeDtypeStruct(leaf.shape, matrix.dtype)
+    arranged = lambda w: use.layer.arrange(e, use.place, use.view.places(w))  # noqa: E731
+    (placed,) = jax.linear_transpose(arranged, like)(matrix)
     return placed

@@ -59,13 +59,11 @@ def quantities(
     Source: Dangel, Kunstner, Hennig, "BackPACK: Packing more into backprop", Table 1, whose scales these are.
     """
     names = _named(which, key, samples, sharing)
-    _examples(batch)
     found, end, constants = analysed(loss, params, theta, batch)
-    _possible(found, end, names)
+    _possible(end, names)
+    check_mean(loss, params, theta, batch, constants)
     leaves = Inputs(constants, *(jax.tree.leaves(x) for x in (params, theta, batch)))
     leaves = Inputs(*(list(map(programs.owned, x)) for x in leaves))
-    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(leaves)):
-        _is_mean(loss, params, theta, batch)
     options = names, samples, sharing
     mark = end and (end.kind and end.kind.name, end.outputs, end.values)
     by = "curvature", found.flat.program.bare(), found.key, mark, options
@@ -96,20 +94,18 @@ def _named(which: Any, key: Any, samples: int, sharing: str) -> tuple[str, ...]:
     return names
 
 
-def _examples(batch: Any) -> int:
-    sizes = {jax.tree_util.keystr(path): np.shape(x)[:1] for path, x in jax.tree_util.tree_leaves_with_path(batch)}
-    if len(set(sizes.values())) != 1 or () in sizes.values():
-        raise ValueError(f"each leaf of `batch` must have the examples as its leading axis; the leading axes are {sizes}.")
-    return next(iter(sizes.values()))[0]
-
-
-def _possible(found: Found, end: End | None, names: tuple[str, ...]) -> None:
-    of_outputs = [name for name in names if name in (*EXACT, *SAMPLED, "kfra")]
-    if of_outputs and end is None:
+def needs_end(name: str, end: End | None) -> None:
+    if end is None:
         raise ValueError(
-            f"{of_outputs[0]!r} needs to know where the model ends, and `loss` has no layer and no likelihood that are "
+            f"{name!r} needs to know where the model ends, and `loss` has no layer and no likelihood that are "
             f"known. Declare its outputs: {DECLARE}."
         )
+
+
+def _possible(end: End | None, names: tuple[str, ...]) -> None:
+    for name in names:
+        if name in (*EXACT, *SAMPLED, "kfra"):
+            needs_end(name, end)
     drawn = [name for name in names if name in SAMPLED]
     if drawn and end is not None and end.kind is None:
         raise ValueError(
@@ -118,17 +114,36 @@ def _possible(found: Found, end: End | None, names: tuple[str, ...]) -> None:
         )
 
 
-def _is_mean(loss: Any, params: Any, theta: Any, batch: Any) -> None:
-    """A loss of examples that see each other has no example's gradient."""
-    with jax.ensure_compile_time_eval():
-        apart = jax.vmap(lambda b: loss(params, theta, b))(jax.tree.map(lambda x: jnp.asarray(x)[:, None], batch))
-        one, other, size = (float(x) for x in (loss(params, theta, batch), jnp.mean(apart), jnp.mean(jnp.abs(apart))))
-    if np.isfinite(one) and abs(one - other) > 1e-3 * size + 1e-6:
+def check_mean(loss: Any, params: Any, theta: Any, batch: Any, constants: list[Any]) -> None:
+    """A loss of examples that see each other has no example's gradient. Nothing is said where values are not concrete.
+
+    Near a minimum, where a loss is small, rounding alone may make such a difference: one as small as that is looked at again
+    with other parameters, where there is none.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((constants, params, theta, batch))):
+        return
+    one, other, off, least = _means(loss, params, theta, batch)
+    if least < off <= least + 1e-6:
+        elsewhere = jax.tree.map(lambda x: jnp.asarray(x) + _signs(x) * (1 + jnp.abs(x)) / 2, params)
+        one, other, off, least = _means(loss, elsewhere, theta, batch)
+    if np.isfinite(one) and off > least:
         raise ValueError(
             f"`loss` is no mean over the examples of `batch`: the whole batch gives {one:.7g}, and its examples one at a "
             f"time {other:.7g} on average. If it takes a sum, divide by the number of examples; if examples see each other, "
             "as in batch normalization, hold the batch's statistics fixed."
         )
+
+
+def _means(loss: Any, params: Any, theta: Any, batch: Any) -> tuple[float, float, float, float]:
+    """(loss of the batch, mean of those of its examples, their difference, the least that is none of rounding)."""
+    with jax.ensure_compile_time_eval():
+        apart = jax.vmap(lambda b: loss(params, theta, b))(jax.tree.map(lambda x: jnp.asarray(x)[:, None], batch))
+        one, other, size = (float(x) for x in (loss(params, theta, batch), jnp.mean(apart), jnp.mean(jnp.abs(apart))))
+    return one, other, abs(one - other), 1e-3 * size
+
+
+def _signs(x: Any) -> Array:
+    return jnp.asarray(np.random.default_rng(0).choice([-1.0, 1.0], jnp.shape(x)), jnp.result_type(x))
 
 
 def _quantities(found: Found, end: End | None, names: Any, samples: int, sharing: str, given: Inputs, key: Any) -> Any:

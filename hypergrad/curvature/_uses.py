@@ -10,6 +10,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import Jaxpr, Literal
 
@@ -18,12 +19,10 @@ from hypergrad.curvature._flat import LAYER, Flat
 from hypergrad.curvature._kinds import PATTERNS, REGISTERED, Layer
 
 
-# What gives the entries of one array another place: linear, and each entry of the result is one of the operand's.
-LAYOUT = {
-    "reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "convert_element_type", "copy",
-    "reduce_precision",
-}  # fmt: skip
-PENALTY = "a penalty alone"  # why a leaf is general
+# What gives the entries of one array another place: linear, and each entry of the result is one of the operand's, converted.
+CONVERTED = "convert_element_type"
+LAYOUT = {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "copy", CONVERTED}
+PENALTY, EMPTY = "a penalty alone", "no entries"  # why a leaf is general
 # What a penalty may pass between where it is added and the loss.
 LINEAR = {
     "add", "sub", "neg", "add_any", "reshape", "squeeze", "transpose", "convert_element_type", "broadcast_in_dim", "copy",
@@ -45,6 +44,11 @@ class View(NamedTuple):
         sizes = lambda e: (math.prod(e.invars[0].aval.shape), math.prod(e.outvars[0].aval.shape))  # noqa: E731
         return any(e.primitive.name == "broadcast_in_dim" and sizes(e)[0] < sizes(e)[1] for e in self.equations)
 
+    @property
+    def places(self) -> "View":
+        """The same without conversions: where each entry goes, of arrays of any dtype."""
+        return self._replace(equations=tuple(e for e in self.equations if e.primitive.name != CONVERTED))
+
     def __call__(self, x: Array) -> Array:
         for e in self.equations:
             alone = self.program.replace(constvars=[], invars=e.invars, eqns=[e], outvars=e.outvars)
@@ -64,6 +68,11 @@ class Use:
     @property
     def leaf(self) -> int:
         return self.view.leaf
+
+    @property
+    def sums(self) -> bool:
+        """Whether an entry's gradient is a sum over entries of A' B: its square is no entry of (A^2)' (B^2) then."""
+        return self.layer is not None and self.view.repeats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +100,10 @@ def find(flat: Flat) -> Found:
     views: dict[Any, View] = {v: View(i, flat.jaxpr) for i, v in enumerate(flat.weights)}
     uses: list[Use] = []
     opaque: dict[int, list[Any]] = {}  # leaf -> equations that read it otherwise
+    general: dict[int, str] = {i: EMPTY for i, v in enumerate(flat.weights) if not v.aval.size}
     for index, e in enumerate(flat.equations):
         places = [i for i, x in enumerate(e.invars) if not isinstance(x, Literal) and x in views]
-        if e.primitive.name in LAYOUT and places and len(_variables(e)) == 1:
+        if places and _lays_out(e):
             view = views[e.invars[0]]
             views[e.outvars[0]] = view._replace(equations=(*view.equations, e))
             continue
@@ -102,18 +112,29 @@ def find(flat: Flat) -> Found:
             layer, fits = _matched(e, place, view, alone=len(places) == 1)
             if fits:
                 uses.append(Use(index, place, view, layer))
+            elif layer is not None:  # declared, and not what a layer of its kind is
+                general[view.leaf] = layer.name
             else:
                 opaque.setdefault(view.leaf, []).append(e)
-    return _sorted_out(flat, uses, opaque)
+    return _sorted_out(flat, uses, opaque, general)
+
+
+def _lays_out(e: Any) -> bool:
+    """Whether what the equation gives has the real entries of its one operand in other places. The gradient in a weight that
+    is complex, or counted in integers, is no product of matrices."""
+    variables = _variables(e)
+    reals = all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in (*variables, *e.outvars))
+    return e.primitive.name in LAYOUT and len(variables) == 1 and reals
 
 
 def _matched(e: Any, place: int, view: View, alone: bool) -> tuple[Layer | None, bool]:
     """(the kind of layer, or None for an operation entry by entry; whether it is one at all)."""
-    name = e.primitive.name
+    name, real = e.primitive.name, jnp.issubdtype(e.outvars[0].aval.dtype, jnp.floating)
     if _is_call(e):
         kinds = REGISTERED[e.params["name"].removeprefix(LAYER)]
-        return kinds[min(max(place - 2, 0), len(kinds) - 1)], place >= 2
-    if not alone:
+        kind = kinds[min(max(place - 2, 0), len(kinds) - 1)]
+        return (kind, real and kind.fits(e, place)) if place >= 2 else (None, False)
+    if not alone or not real:
         return None, False
     if not view.repeats:
         for layer in PATTERNS:
@@ -123,11 +144,10 @@ def _matched(e: Any, place: int, view: View, alone: bool) -> tuple[Layer | None,
     return None, entrywise
 
 
-def _sorted_out(flat: Flat, uses: list[Use], opaque: dict[int, list[Any]]) -> Found:
+def _sorted_out(flat: Flat, uses: list[Use], opaque: dict[int, list[Any]], general: dict[int, str]) -> Found:
     registered = {use.leaf for use in uses if _is_call(flat.equations[use.index])}
     uses = [u for u in uses if u.leaf not in registered or _is_call(flat.equations[u.index])]
     constant = _without_examples(flat)
-    general: dict[int, str] = {}
     penalized, kept = set(), []
     for use in uses:  # an operation entry by entry of what no example has a part in is a penalty's
         e = flat.equations[use.index]
@@ -137,7 +157,7 @@ def _sorted_out(flat: Flat, uses: list[Use], opaque: dict[int, list[Any]]) -> Fo
         else:
             kept.append(use)
     for leaf, equations in opaque.items():
-        if leaf in registered:
+        if leaf in registered or leaf in general:
             continue
         if _only_added(flat, equations, constant):
             penalized.add(leaf)
@@ -148,7 +168,7 @@ def _sorted_out(flat: Flat, uses: list[Use], opaque: dict[int, list[Any]]) -> Fo
     for leaf in range(flat.parameters):
         if leaf not in used and leaf not in general and leaf in penalized:
             general[leaf] = PENALTY
-    added = {leaf for leaf in used if all(_adds(flat, u) for u in kept if u.leaf == leaf)}
+    added = {leaf for leaf in used - set(general) if all(_adds(flat, u) for u in kept if u.leaf == leaf)}
     return Found(flat, tuple(kept), general, frozenset(penalized - set(general)), frozenset(added))
 
 

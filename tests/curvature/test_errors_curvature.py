@@ -77,3 +77,38 @@ def test_an_unregistered_kind() -> None:
         hg.curvature.register(X @ W, X, W, "lstm")
     with pytest.raises(ValueError, match=r"has a weight of shape \(3, 2\), \[in, out\]; got \(2, 3\). Give it transposed"):
         hg.curvature.register(X @ W, X, W.T)
+
+
+def test_a_loss_that_is_no_mean_and_small() -> None:
+    tiny = lambda w, theta, b: 1e-10 * jnp.sum((b[0] @ w) ** 2)  # noqa: E731
+    with pytest.raises(ValueError, match="no mean over the examples"):
+        quantities(tiny, W, None, (X, Y), "variance")
+
+
+def test_rounding_near_a_minimum_is_no_sum() -> None:
+    """Residuals of mere rounding differ from batch to example."""
+    rng = np.random.default_rng(1)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((64, 300), (300, 2)))
+    y = jnp.asarray(np.asarray(x, np.float64) @ np.asarray(w, np.float64), jnp.float32)
+    squared = lambda w, theta, b: jnp.mean((b[0] @ w - b[1]) ** 2)  # noqa: E731
+    assert jnp.isfinite(quantities(squared, w, None, (x, y), "variance")["variance"]).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bool_, jnp.uint8, jnp.int32])
+def test_targets_that_count_are_numbers(dtype: Any) -> None:
+    declared = lambda w, theta, b: jnp.mean(hg.curvature.likelihood("sigmoid_cross_entropy", b[0] @ w, b[1]))  # noqa: E731
+    targets = jnp.stack([Y, 1 - Y], 1)
+    expected = quantities(declared, W, None, (X, targets.astype(jnp.float32)), "ggn_diagonal")["ggn_diagonal"]
+    np.testing.assert_allclose(declared(W, None, (X, targets.astype(dtype))), declared(W, None, (X, targets * 1.0)))
+    found = quantities(declared, W, None, (X, targets.astype(dtype)), "ggn_diagonal")["ggn_diagonal"]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_labels_of_floats_are_no_classes() -> None:
+    with pytest.raises(ValueError, match=r"it needs \(2,\) \(integers\) or \(2, 2\) .*; these are float32"):
+        hg.curvature.likelihood("softmax_cross_entropy", X[:2] @ W, jnp.ones(2))
+
+
+def test_parameters_that_are_no_real_floats() -> None:
+    with pytest.raises(TypeError, match="params is complex64, and curvature is of real floats"):
+        quantities(lambda w, theta, b: jnp.mean(jnp.abs(b[0] @ w)), W.astype(jnp.complex64), None, (X, Y), "variance")

@@ -153,3 +153,73 @@ def test_the_trace_of_few_parameters_is_exact(count: int) -> None:
     trace, error = operator.trace(jax.random.key(2))
     np.testing.assert_allclose(trace, jnp.sum(operator.diagonal()), rtol=1e-5)
     assert error == 0
+
+
+X, Y = (np.random.default_rng(0).normal(size=(4, n)) for n in (3, 2))
+
+
+def mean(w: Any, theta: Any, batch: Any) -> Any:
+    return jnp.mean((batch[0] @ w - batch[1]) ** 2)
+
+
+def of_tiny(matrix: str = "ggn", batch: Any = (X, Y), loss: Any = mean, **options: Any) -> Operator:
+    return Operator(
+        loss, jnp.asarray(np.arange(6.0).reshape(3, 2)), None, jax.tree.map(jnp.asarray, batch), matrix, **options
+    )
+
+
+def normalized(w: Any, theta: Any, batch: Any) -> Any:
+    z = batch[0] @ w
+    return jnp.mean(((z - z.mean(0)) / jnp.sqrt(z.var(0) + 1e-3) - batch[1]) ** 2)
+
+
+@pytest.mark.parametrize("matrix", ["hessian", "ggn", "empirical_fisher"])
+def test_a_loss_that_is_no_mean_has_no_operator(matrix: str) -> None:
+    for loss in (lambda *x: 4 * mean(*x) * len(x[2][0]), normalized):
+        with pytest.raises(ValueError, match="`loss` is no mean over the examples"):
+            of_tiny(matrix, loss=loss)
+    with pytest.raises(ValueError, match="`loss` is no mean over the examples"):  # a sum over one example is its mean
+        of_tiny(matrix, [(X[:1], Y[:1]), (X, Y)], lambda *x: mean(*x) * len(x[2][0]), many=True)
+
+
+def test_conjugate_gradients_that_did_not_converge_are_no_solution() -> None:
+    singular, v = of_tiny(batch=(X[:1], Y[:1])), jnp.ones(6)
+    with pytest.raises(FloatingPointError, match="did not converge: their residual is .* raise `damping`"):
+        singular.inverse(0.0)(v)
+    assert jnp.isnan(jax.jit(singular.inverse(0.0))(v)).all()
+    with pytest.raises(FloatingPointError, match="or `steps`, or allow a larger `tolerance`"):
+        of_tiny().inverse(0.0, steps=1)(v)
+    found = of_tiny().inverse(0.0, tolerance=1.0, steps=1)(v)
+    assert jnp.isfinite(found).all()
+
+
+@some_of("matrix", ["hessian", "ggn", "kflr"], "ggn", "kflr")
+def test_vectors_of_any_real_type(matrix: str) -> None:
+    single = Operator(mean, jnp.ones((3, 2), jnp.float32), None, (jnp.float32(X), jnp.float32(Y)), matrix)
+    for v in (np.ones(6), np.ones(6, int), jnp.ones(6, jnp.bfloat16)):
+        assert (single @ v).dtype == jnp.float32
+        np.testing.assert_array_equal(single @ v, single @ jnp.ones(6, jnp.float32))
+    solve = single.inverse(0.1)
+    np.testing.assert_array_equal(solve(np.ones(6)), solve(jnp.ones(6, jnp.float32)))
+    np.testing.assert_allclose(single @ solve(np.eye(6)) + 0.1 * solve(np.eye(6)), np.eye(6), atol=1e-4)
+    with pytest.raises(TypeError, match="a product takes real numbers"):
+        single @ np.ones(6, complex)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: of_tiny(loss=lambda w, t, b: mean(jnp.sin(w).sum() * w / w, t, b)),
+            "'ggn' needs to know where the model ends",
+        ),
+        (lambda: of_tiny(batch=[], many=True), "`batches` is empty"),
+        (lambda: of_tiny("kflr", [], many=True), "`batches` is empty"),
+        (lambda: of_tiny(batch=(X, Y[:2])), "must have the examples as its leading axis"),
+        (lambda: of_tiny(batch=(X, 1.0)), "must have the examples as its leading axis"),
+        (lambda: of_tiny(batch=(X[:0], Y[:0])), "`batch` has no examples"),
+    ],
+)
+def test_what_has_no_operator(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
