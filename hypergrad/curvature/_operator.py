@@ -174,7 +174,8 @@ class Operator:
     def inverse(self, damping: float, tolerance: float = 1e-6, steps: int | None = None) -> Callable[[Any], Any]:
         """v -> (matrix + damping)^-1 v, by conjugate gradients (`jax.scipy.sparse.linalg.cg`): for a matrix without
         negative eigenvalues below -damping. Of a matrix in blocks by its eigenvectors, exactly. tolerance: of the residual,
-        relative to v; steps: at most so many. Where they end far from it, `NonFiniteError`; NaN, where values are traced."""
+        relative to v; steps: at most so many, and the residual is what it is then. Where it ends far from that, `NonFiniteError`;
+        NaN, where values are traced."""
         if not damping >= 0:
             raise ValueError(f"`damping` must not be negative; got {damping}.")
 
@@ -185,7 +186,7 @@ class Operator:
                 )
             product = lambda x: self._product(x) + damping * x  # noqa: E731
             found = jax.scipy.sparse.linalg.cg(product, flat, tol=tolerance, maxiter=steps)[0]
-            return _converged(found, product(found) - flat, flat, tolerance)
+            return _converged(found, product(found) - flat, flat, tolerance if steps is None else 1.0)
 
         return functools.partial(self._mapped, solve)
 
