@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from hypergrad._program_keys import closed_in
+from hypergrad._program_keys import closed_in, equations
 from hypergrad._settings import own_settings
 from hypergrad.run.forward import steps_of, train_step
 from hypergrad.run.per_step import split
@@ -90,8 +90,26 @@ def _program(run: Run, inputs: Inputs) -> str:
 
     with own_settings():
         program = jax.make_jaxpr(one)(inputs)
+        _reject_other_code(program.jaxpr)
         text = "\n".join([_digest(program.consts), *_lines(program.jaxpr)])
     return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()
+
+
+_OTHER_CODE = {"pure_callback": "jax.pure_callback", "io_callback": "jax.experimental.io_callback", "ffi_call": "jax.ffi"}
+
+
+def _reject_other_code(program: Jaxpr) -> None:
+    """What is called outside of JAX may compute something else when the record is opened, and a program does not show it.
+    Prints of `jax.debug` compute nothing, and how a training inside of a loss went is a primitive of the library."""
+    for e in equations(program):
+        if e.primitive.name in _OTHER_CODE:
+            called = getattr(e.params.get("callback"), "callback_func", None)
+            name = e.params.get("target_name") or getattr(called, "__qualname__", None) or "a function"
+            raise ValueError(
+                "hg.record needs `loss`, `batches` and `optimizer` that JAX computes by itself; got a call of "
+                f"{name} by {_OTHER_CODE[e.primitive.name]}. A record cannot tell whether that is the same when it is "
+                "opened: write it in JAX, or have what it computes as data."
+            )
 
 
 def _lines(program: Jaxpr) -> Iterator[str]:
