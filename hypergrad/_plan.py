@@ -100,11 +100,12 @@ def plan(
     defaults, and for `hg.host_batches` the first two. memory_budget: bytes, or a string such as "512MiB"; None: no limit.
     measure: whether to run at all. Raises what `hg.train` raises, and ValueError for a budget that is none.
     """
+    cuts = adjoint is None and not isinstance(batches, HostBatches)  # a run in segments is one program
     budget = None if memory_budget is None else bytes_of(memory_budget)
     offered = tuple(x for x in OFFERED if x.buffer == "device" or not several()) if adjoint is None else (adjoint,)
     if isinstance(batches, HostBatches):
         batches, steps = full_batch(batches.first), door.check_steps(steps, batches)
-        offered = tuple(x for x in offered if isinstance(x, Reversible))
+        offered = tuple(x for x in offered if x.loads)
         if adjoint is not None and not offered:
             raise ValueError(f"hg.host_batches loads from Python, which {named(adjoint)} cannot: take hg.Reversible().")
     found = []
@@ -119,7 +120,7 @@ def plan(
         run, inputs = begun(learned)
         wanted = _wanted(begun, learned)
         found.append(Road(one, *room(one, run, inputs, wanted), _seconds(one, run, inputs, wanted) if measure else None))
-        if adjoint is None and one == Reversible() and budget is not None and found[-1].device > budget:
+        if cuts and one == Reversible() and budget is not None and found[-1].device > budget:
             if fitting := in_segments(run, inputs, wanted, budget, found[-1].device):
                 seconds = _seconds(fitting[0], run, inputs, wanted) if measure else None
                 found.append(Road(fitting[0], fitting[1], 0, seconds))

@@ -82,6 +82,7 @@ def train_and_keep(made: Made, folder: pathlib.Path, states_budget: int | str | 
     if isinstance(made.batches, HostBatches):
         raise ValueError("hg.record needs `batches` that are a function of t, such as hg.stacked; got hg.host_batches.")
     run, inputs, _ = run_of(made, folder)
+    prints = prints_of(run, inputs)
     claim = _claimed(folder)
     try:
         _check_empty(folder)
@@ -91,7 +92,7 @@ def train_and_keep(made: Made, folder: pathlib.Path, states_budget: int | str | 
             return
         raise
     try:
-        _keep(run, inputs, folder, states_budget)
+        _keep(run, inputs, prints, folder, states_budget)
     except BaseException:
         _remove(folder)
         raise
@@ -128,7 +129,7 @@ def _remove(folder: pathlib.Path) -> None:
         folder.rmdir()
 
 
-def _keep(run: Run, inputs: Inputs, folder: pathlib.Path, states_budget: int | str | None) -> None:
+def _keep(run: Run, inputs: Inputs, prints: dict[str, str], folder: pathlib.Path, states_budget: int | str | None) -> None:
     starts: list[Array] = []
     states: dict[str, str] = {}
     with own_settings():
@@ -147,7 +148,7 @@ def _keep(run: Run, inputs: Inputs, folder: pathlib.Path, states_budget: int | s
     assert isinstance(words, DiskWords)
     print_ = write_arrays(folder / END, {"end": End(end, seen.losses, seen.batches, noted, jnp.stack(starts))})
     about = {"format": FORMAT, "words": words.folder.name, "end": print_, "states": states}
-    write_file(folder / NAME, sealed(about | {"prints": prints_of(run, inputs)}))
+    write_file(folder / NAME, sealed(about | {"prints": prints}))
 
 
 def run_of(made: Made, folder: pathlib.Path) -> tuple[Run, Inputs, About]:

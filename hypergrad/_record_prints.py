@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 from jax.sharding import AbstractMesh
 
-from hypergrad._program_keys import closed_in
+from hypergrad._program_keys import closed_in, equations
 from hypergrad._settings import own_settings
 from hypergrad.run.forward import steps_of, train_step
 from hypergrad.run.per_step import split
@@ -92,8 +92,26 @@ def _program(run: Run, inputs: Inputs) -> str:
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))  # noqa: E731
     with own_settings(), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # whatever mesh is in force
         program = jax.make_jaxpr(one)(jax.tree.map(like, inputs))
+        _reject_python(program.jaxpr)
         text = "\n".join([_digest(program.consts), *_lines(program.jaxpr)])
     return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()
+
+
+_PYTHON = {"pure_callback": "jax.pure_callback", "io_callback": "jax.experimental.io_callback"}
+
+
+def _reject_python(program: Jaxpr) -> None:
+    """Python that a program calls may compute something else when the record is opened, and the program does not show it.
+    Prints of `jax.debug` compute nothing, and how a training inside of a loss went is a primitive of the library."""
+    for e in equations(program):
+        if e.primitive.name in _PYTHON:
+            called = getattr(e.params.get("callback"), "callback_func", None)
+            name = getattr(called, "__qualname__", "a function")
+            raise ValueError(
+                "hg.record needs `loss`, `batches` and `optimizer` that JAX computes by itself; got a call of "
+                f"{name} by {_PYTHON[e.primitive.name]}. A record cannot tell whether that is the same when it is "
+                "opened: write it in JAX, or have what it computes as data."
+            )
 
 
 def _lines(program: Jaxpr) -> Iterator[str]:

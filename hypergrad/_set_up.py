@@ -140,13 +140,8 @@ def _driver(adjoint: Any, functions: Functions, source: Any) -> str:
     if several():
         reject_python(adjoint.driver_name, adjoint.store, source)
         return "scan"
-    if source is not None and adjoint.driver_name not in (None, "host", "host_eager"):
-        raise ValueError(
-            "hg.host_batches loads from Python while training runs, which a scan cannot: take adjoint=hg.Reversible() (or "
-            'driver="host"), or stack the batches with hg.stacked.'
-        )
-    if adjoint.driver_name is not None:
-        return adjoint.driver_name
+    if (asked := adjoint.driver_for(source)) is not None:
+        return str(asked)
     if source is not None:
         return "host"
     cores = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1

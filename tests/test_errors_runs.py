@@ -284,6 +284,13 @@ def test_differentiating_reversible_twice(second):
         second(jax.grad(lambda rate: final_at_rate(rate, hg.Reversible())))(0.1)
 
 
+@pytest.mark.parametrize("adjoint", [hg.Reversible(driver="host"), hg.Truncated(2)], ids=["host", "truncated"])
+def test_any_reversal_that_is_differentiated_twice_names_the_cure(adjoint):
+    with fails((TypeError, ValueError), "a second time", "hg.Unrolled()") as caught:
+        jax.hessian(lambda rate: final_at_rate(rate, adjoint))(0.1)
+    assert "hg.Reversible has first" not in str(caught.value)
+
+
 def test_unrolled_is_the_cure_for_second_derivatives():
     curvature = jax.grad(jax.grad(lambda rate: final_at_rate(rate, hg.Unrolled())))(0.1)
     assert np.isfinite(curvature) and curvature != 0

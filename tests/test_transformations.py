@@ -66,6 +66,17 @@ def test_every_way_of_calling_gives_the_same(numbers: Any) -> None:
     assert_close(together, jax.tree.map(lambda *x: jnp.stack(x), *alone), tolerance)
 
 
+@pytest.mark.parametrize("adjoint", [hg.Reversible(), long(hg.Reversible(buffer="host")), long(hg.Truncated(STEPS))])
+def test_rows_of_a_jacobian_outside_of_jit_at_a_python_number(adjoint: Any) -> None:
+    """JAX hands it on as it is, and the rows are batched on the way back."""
+
+    def end(penalty: Any) -> Any:
+        batches = hg.full_batch(DATA)
+        return hg.train(loss, START, hg.SGD(0.1, 0.5), batches, theta=penalty, steps=STEPS, adjoint=adjoint).params
+
+    assert_close(jax.jacrev(end)(0.01), jax.jacrev(end)(jnp.float32(0.01)))
+
+
 @pytest.mark.long
 @pytest.mark.of_bits
 def test_vmap_outside_of_jit_and_map_give_the_same() -> None:

@@ -42,7 +42,9 @@ class Auto(Adjoint):
     memory_budget: what a hypergradient may set aside beside its arguments: an int, of bytes, or a string such as "512MiB" or
     "2 GB". It is compared with what XLA sets aside for the derivative of one run in all that is float, which is compiled
     to be asked, once per program, and not run: a bound, as `hg.plan` knows better what is learned. Under `jax.vmap` it is
-    one run's, not the batch's.
+    one run's, not the batch's. With `hg.host_batches` it is `Reversible`, not cut, or an error. Outside of `jax.jit`
+    training that nobody differentiates is not asked about; inside, nobody knows that, and the budget must hold the
+    derivative.
     """
 
     memory_budget: int | str
@@ -59,16 +61,23 @@ class Auto(Adjoint):
         if concrete(floats):  # nobody differentiates
             return ROADS[0].run(run, inputs)
         budget, found, wanted = bytes_of(self.memory_budget), {}, (True,) * len(floats)  # a bound: who knows what is wanted
-        for adjoint in ROADS:
+        for adjoint in ROADS if run.source is None else (Reversible(),):  # no other loads from Python
             found[adjoint] = room(adjoint, run, inputs, wanted).device
             if found[adjoint] <= budget:
-                return adjoint.run(run, inputs)
-            if adjoint == Reversible() and (fitting := in_segments(run, inputs, wanted, budget, found[adjoint])):
-                return fitting[0].run(run, inputs)
+                return adjoint.run(_as_named(adjoint, run), inputs)
+            cuts = adjoint == Reversible() and run.source is None
+            if cuts and (fitting := in_segments(run, inputs, wanted, budget, found[adjoint])):
+                return fitting[0].run(_as_named(fitting[0], run), inputs)
         raise ValueError(too_little(budget, run.steps, found))
 
     def cost(self, steps: int) -> Cost:
         return ROADS[0].cost(steps)
+
+
+def _as_named(adjoint: Adjoint, run: Run) -> Run:
+    """The run that `adjoint` has by its own name."""
+    driver = adjoint.driver_for(run.source)
+    return run if driver is None else dataclasses.replace(run, driver=driver)
 
 
 def in_segments(run: Run, inputs: Inputs, wanted: "Wanted", budget: int, whole: int) -> tuple[Reversible, int] | None:
@@ -102,7 +111,7 @@ def too_little(budget: int, steps: int, found: dict[Adjoint, int]) -> str:
         f"no road fits into memory_budget={shown_bytes(budget)}: a hypergradient of {steps} steps sets aside {each}. The "
         f"smallest that works is {min(found.values())} bytes. Outside of jax.jit, "
         'hg.Reversible(buffer="host") keeps lost digits in host memory; else take fewer steps, smaller batches, or '
-        "jax.checkpoint in the loss."
+        "jax.checkpoint in the loss. Training that nobody differentiates needs none of it: hg.Reversible()."
     )
 
 

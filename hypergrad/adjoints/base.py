@@ -7,6 +7,7 @@ import abc
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+from hypergrad.batches import HostBatches
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Outcome
 from hypergrad.run.stores import Store
@@ -41,6 +42,20 @@ class Adjoint(abc.ABC):
 
     @abc.abstractmethod
     def run(self, run: Run, inputs: Inputs) -> Outcome: ...
+
+    @property
+    def loads(self) -> bool:
+        """Whether Python can load batches between its steps."""
+        return self.driver_name in (None, "host", "host_eager")
+
+    def driver_for(self, source: HostBatches | None) -> str | None:
+        """What repeats the step, of batches that Python loads from there; None: whichever suits."""
+        if source is not None and not self.loads:
+            raise ValueError(
+                "hg.host_batches loads from Python while training runs, which a scan cannot: take adjoint=hg.Reversible() "
+                '(or driver="host"), or stack the batches with hg.stacked.'
+            )
+        return self.driver_name
 
     def left_out(self, steps: int) -> str:
         """What the derivative of a run of so many steps does not have, a phrase for the status."""

@@ -65,10 +65,12 @@ def settled_driver(run: Run, *arrays: Any) -> Run:
     if run.driver == "either" and (known or run.store is None or run.traced):
         run = dataclasses.replace(run, driver="host" if known else "scan")
     if run.from_python and not known:
+        twice = "" if run.source is None else " and hg.stacked"
         cure = "" if run.source is not None else ', or take hg.Reversible(driver="scan")'
         raise ValueError(
             'driver="host", buffer=hg.Disk(folder) and hg.host_batches run training from Python, which cannot be traced '
-            f"by jax.jit or jax.vmap. Call it outside of them (hg.optimize(..., jit=False)){cure}."
+            f"by jax.jit or jax.vmap. Call it outside of them (hg.optimize(..., jit=False)){cure}. Nor can it be "
+            f"differentiated a second time, as by jax.hessian: that takes hg.Unrolled(){twice}."
         )
     return run
 

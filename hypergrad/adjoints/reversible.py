@@ -162,7 +162,7 @@ class _Known(eqx.Module):
 
 def _run_fwd(run: Run, room: Room, *inputs: Any) -> tuple[Outcome, Residuals]:
     perturbed = Inputs(*jax.tree.map(lambda x: x.perturbed, inputs))
-    arrays = Inputs(*jax.tree.map(lambda x: x.value, inputs))
+    arrays = Inputs(*jax.tree.map(lambda x: _array(x.value), inputs))
     for differentiated, path in zip(jax.tree.leaves(perturbed.frozen), run.labels.frozen, strict=True):
         if differentiated:
             raise ValueError(
@@ -233,6 +233,11 @@ def _faint(cotangents: list[Array]) -> Array:
         return jnp.float32(0)
     largest = jnp.stack([jnp.max(jnp.abs(x)).astype(jnp.float32) for x in narrow]).max()
     return jnp.where(largest < max(float(jnp.finfo(x.dtype).tiny) for x in narrow), largest, 0)
+
+
+def _array(x: Any) -> Any:
+    """Outside of jax.jit, JAX hands on a Python number as a float of its own, which has no shape."""
+    return x if isinstance(x, (jax.Array, np.ndarray)) else jnp.asarray(x)
 
 
 def _is_zero(x: Any) -> bool:

@@ -24,8 +24,9 @@ def once(function: Callable[..., Any]) -> Callable[..., Any]:
         @call.defjvp
         def refuse(primals: Any, tangents: Any) -> Any:
             raise TypeError(
-                "hg.Reversible has first derivatives only; this differentiates it a second time (or forwards, by jvp). "
-                "Pass adjoint=hg.Unrolled() to hg.train for the runs that are differentiated twice."
+                "a reversal (hg.Reversible, hg.Truncated, hg.Auto) has first derivatives only; this differentiates it a "
+                "second time (or forwards, by jvp). Pass adjoint=hg.Unrolled() to hg.train for the runs that are "
+                "differentiated twice."
             )
 
         return call(*args)

@@ -55,6 +55,7 @@ class Unrolled(Adjoint):
     fraction_bits: int | None = None
 
     def run(self, run: Run, inputs: Inputs) -> Outcome:
+        self.driver_for(run.source)  # whoever set it up: a scan would see the first batch alone
         return _run(run, None, inputs)
 
     def cost(self, steps: int) -> Cost:
@@ -77,6 +78,7 @@ class Checkpointed(Adjoint):
             raise ValueError(f"`checkpoints` must be None or an integer of at least 1; got {self.checkpoints!r}.")
 
     def run(self, run: Run, inputs: Inputs) -> Outcome:
+        self.driver_for(run.source)
         return _run(run, self._kept(run.steps), inputs)
 
     def cost(self, steps: int) -> Cost:

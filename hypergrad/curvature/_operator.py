@@ -174,8 +174,8 @@ class Operator:
     def inverse(self, damping: float, tolerance: float = 1e-6, steps: int | None = None) -> Callable[[Any], Any]:
         """v -> (matrix + damping)^-1 v, by conjugate gradients (`jax.scipy.sparse.linalg.cg`): for a matrix without
         negative eigenvalues below -damping. Of a matrix in blocks by its eigenvectors, exactly. tolerance: of the residual,
-        relative to v; steps: at most so many, and the residual is what it is then. Where it ends far from that, `NonFiniteError`;
-        NaN, where values are traced."""
+        relative to v; steps: at most so many, and the residual is what it is then. Far from that it is `NonFiniteError`, or
+        NaN where values are traced."""
         if not damping >= 0:
             raise ValueError(f"`damping` must not be negative; got {damping}.")
 

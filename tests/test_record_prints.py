@@ -1,0 +1,69 @@
+"""What a record cannot print, it refuses: Python that a program calls may compute something else when the record is opened."""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from tiny import BATCHES, PARAMS, SGD, fails, final, loss
+
+import hypergrad as hg
+from hypergrad._program_keys import contains
+from hypergrad._record_files import Made, run_of
+from hypergrad._record_prints import prints_of
+
+
+GIVEN: dict[str, Any] = {"params": PARAMS, "optimizer": SGD, "batches": BATCHES, "steps": 3}
+
+
+def twice(x: Any) -> Any:
+    return 2 * np.asarray(x)
+
+
+CALLS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "twice by jax.pure_callback": lambda x: jax.pure_callback(twice, x, x),
+    "twice by jax.experimental.io_callback": lambda x: io_callback(twice, x, x),
+}
+
+
+def called_in_its_derivative(call: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+    """A loss whose gradient alone calls what no record can print."""
+
+    @jax.custom_vjp
+    def same(x: jax.Array) -> jax.Array:
+        return x
+
+    same.defvjp(lambda x: (x, None), lambda _, ct: (call(ct),))
+    return lambda params, theta, batch: loss({"w": same(params["w"])}, theta, batch)
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_python_that_a_program_calls_is_not_recorded(what: str, tmp_path: pathlib.Path) -> None:
+    with fails(ValueError, "hg.record needs `loss`", f"got a call of {what}.", "cannot tell whether that is the same"):
+        hg.record(called_in_its_derivative(CALLS[what]), **GIVEN, folder=tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.long
+def test_nor_is_a_record_opened_with_it(tmp_path: pathlib.Path) -> None:
+    hg.record(loss, **GIVEN, folder=tmp_path)
+    with fails(ValueError, "got a call of twice by jax.pure_callback"):
+        hg.record(called_in_its_derivative(CALLS["twice by jax.pure_callback"]), **GIVEN, folder=tmp_path)
+
+
+def test_what_only_reports_is_recorded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A print, and a training inside of the loss, which says how it went."""
+
+    monkeypatch.setattr(jax, "device_count", lambda: 1)  # of several, the training reports by jax.debug
+
+    def reporting(params: Any, theta: Any, batch: Any) -> jax.Array:
+        jax.debug.callback(lambda x: None, batch)
+        return loss(params, theta, batch) + final(params=params, adjoint=hg.Unrolled())
+
+    given = {"theta": None, "state": None, "statistics": None, "params": PARAMS, "optimizer": SGD}
+    run, inputs, _ = run_of(Made(reporting, BATCHES, 3, given), tmp_path)
+    assert all(contains(run.functions.loss.jaxpr, name) for name in ("hypergrad_report", "debug_callback"))
+    assert prints_of(run, inputs)["program"]
