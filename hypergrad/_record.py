@@ -85,9 +85,9 @@ def record(
     start and the end, of a record that is made: with k of them the way back to a step is about a (k + 1)-th of the run at
     most. None: the end alone.
 
-    Raises what `hg.train` raises; ValueError for a folder with the record of another run, by what differs, and for code
-    of Python that the programs call (`jax.pure_callback`), which cannot be compared; `hg.StorageError` for files that cannot be
-    written or were changed. Another version of JAX or another processor is a warning: it may round otherwise, and then
+    Raises what `hg.train` raises; ValueError for a folder with the record of another run, by what differs, and for Python
+    that the programs call (`jax.pure_callback`), which cannot be compared; `hg.StorageError` for files that cannot be written
+    or were changed. Another version of JAX or another processor is a warning: it may round otherwise, and then
     going back ends in `hg.ReversalError`.
     """
     given = {"params": params, "theta": theta, **_apart({"optimizer": optimizer, "state": state, "statistics": statistics})}

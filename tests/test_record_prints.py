@@ -1,4 +1,4 @@
-"""What a record cannot print, it refuses: Python that a program calls may compute something else when the record is opened."""
+"""What a record cannot print, it refuses: Python that a program calls may compute something else when it is opened."""
 
 import pathlib
 from collections.abc import Callable
