@@ -13,7 +13,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from hypergrad.optimizers.chain import GRADIENT, PARAMS, Link, Optimizer, View, reads_gradient
-from hypergrad.optimizers.expand import prepare
+from hypergrad.optimizers.prepared import prepare
 
 
 Values = dict[str, Array]  # of one leaf: link -> value
@@ -21,7 +21,7 @@ Values = dict[str, Array]  # of one leaf: link -> value
 
 def at_half(rule: Optimizer, ndim: int) -> dict[str, Array]:
     """What increments read as h where all hyperparameters are 1/2, at a first step."""
-    h = prepare(rule, {field: jnp.full((1,) * (1 + ndim), 0.5) for field in rule.hyperparameters()}, 1)
+    h = prepare(rule, {field: jnp.full((1,) * (1 + ndim), 0.5) for field in rule.hyperparameters()}, 1, jnp.result_type(float))
     return {k: x.reshape(()) if x.size == 1 else x for k, x in h.items()}
 
 

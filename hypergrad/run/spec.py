@@ -18,7 +18,7 @@ from hypergrad._isolation import barrier, isolated, wanting
 from hypergrad._mended import mending
 from hypergrad.batches import HostBatches
 from hypergrad.optimizers.block import Block, Floats
-from hypergrad.optimizers.chain import GRADIENT, STATISTICS
+from hypergrad.optimizers.chain import GRADIENT, STATISTICS, early
 from hypergrad.optimizers.expand import Hypers
 from hypergrad.optimizers.transform import Transform
 from hypergrad.run import drivers
@@ -104,10 +104,7 @@ class Run(InSegments):
         reads."""
         read = [{name for f in self.transforms if j in f.blocks for name in f.reads} for j in self.parameters]
         read += [set()] * len(self.statistics)
-        return tuple(
-            max((i + 1 for i, link in enumerate(block.chain) if link.name in names), default=0)
-            for block, names in zip(self.blocks, read, strict=True)
-        )
+        return tuple(early(block.chain, names) for block, names in zip(self.blocks, read, strict=True))
 
     def isolated(self) -> "Run":
         """The same run, its gradients compiled apart from their derivatives on the way back too."""
