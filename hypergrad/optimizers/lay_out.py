@@ -11,7 +11,7 @@ import jax
 from jax import Array
 
 from hypergrad.optimizers.block import Block, Floats, block, groups, keeps_shape, known_lost, most_lost
-from hypergrad.optimizers.chain import STATISTICS, Optimizer, check_invertible
+from hypergrad.optimizers.chain import PARAMS, STATISTICS, Optimizer, check_invertible
 from hypergrad.optimizers.expand import (
     Field,
     Hypers,
@@ -153,6 +153,11 @@ def _transforms(layers: tuple[Layer, ...], blocks: list[Block]) -> tuple[Transfo
         if not layer.is_rule and seen:
             keys = tuple((field, layer.key(field)) for field in layer.optimizer.hyperparameters())
             around: Any = layer.optimizer
+            if PARAMS in around.reads:
+                raise TypeError(
+                    f"{type(around).__name__} reads `{PARAMS}`, whose new values come after the gradient that it makes. The old "
+                    "ones are w in transform(h, w, g, z)."
+                )
             if missing := sorted({name for j in seen for name in set(around.reads) - {k.name for k in blocks[j].chain}}):
                 raise TypeError(
                     f"{type(around).__name__} reads links that the optimizer inside does not have: {', '.join(missing)}. Is "

@@ -103,9 +103,9 @@ def test_what_prepare_must_return(c: Any, message: str) -> None:
     ("c", "factors"),
     [
         (lambda steps: 2.0, [2, 2, 2]),
-        (lambda steps: np.float64(2.0), [2, 2, 2]),
-        (lambda steps: jnp.float32(2.0), [2, 2, 2]),
-        (lambda steps: 2, [2, 2, 2]),
+        long(lambda steps: np.float64(2.0), [2, 2, 2]),
+        long(lambda steps: jnp.float32(2.0), [2, 2, 2]),
+        long(lambda steps: 2, [2, 2, 2]),
         (lambda steps: jnp.arange(steps), [0, 1, 2]),
         (lambda steps: np.arange(steps) > 0, [0, 1, 1]),
     ],
@@ -157,3 +157,9 @@ def test_adam_whose_moments_see_different_gradients_is_not_bounded(rule: Any, me
         w -= 0.01 * m / (1 - 0.875**t) / (np.sqrt(s / (1 - 0.9375**t)) + 1e-8)
     run = hg.train(lambda w, _, x: jnp.sum(w), jnp.ones(1), rule(), BATCHES, steps=len(gradients))
     np.testing.assert_allclose(run.params[0], w, rtol=1e-5)
+
+
+def test_a_transformation_takes_the_parameters_as_w(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Belief, "reads", ("params",))
+    with pytest.raises(TypeError, match="Belief reads `params`, whose new values come after.*The old ones are w"):
+        hg.train(loss, jnp.ones(2), Belief(hg.Adam(0.1)), BATCHES, steps=1)
