@@ -21,7 +21,9 @@ Values = dict[str, Array]  # of one leaf: link -> value
 
 def at_half(rule: Optimizer, ndim: int) -> dict[str, Array]:
     """What increments read as h where all hyperparameters are 1/2, at a first step."""
-    h = prepare(rule, {field: jnp.full((1,) * (1 + ndim), 0.5) for field in rule.hyperparameters()}, 1, jnp.result_type(float))
+    h = prepare(
+        rule, {field: jnp.full((1,) * (1 + ndim), 0.5) for field in rule.hyperparameters()}, 1, jnp.result_type(float)
+    )
     return {k: x.reshape(()) if x.size == 1 else x for k, x in h.items()}
 
 

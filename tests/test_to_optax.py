@@ -169,7 +169,10 @@ def test_a_link_around_a_rule_without_prepare_needs_no_steps() -> None:
     ("gradients", "text"),
     [
         (lambda p: {"q": p["w"], "r": p["z"]}, "gradients must have the tree of `params`"),
-        (lambda p: p | {"w": p["w"].T}, r"gradients\['w'\] must be real, of the parameter's shape \(2, 3\); got float32\[3, 2\]"),
+        (
+            lambda p: p | {"w": p["w"].T},
+            r"gradients\['w'\] must be real, of the parameter's shape \(2, 3\); got float32\[3, 2\]",
+        ),
         (lambda p: p | {"z": None}, r"gradients\['z'\] must be real.*got NoneType"),
         (lambda p: None, "gradients must have the tree of `params`"),
     ],
