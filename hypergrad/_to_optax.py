@@ -116,12 +116,11 @@ def _step(out: LaidOut, g: list[Array]) -> list[Floats]:
     """z_k <- rho_k z_k + increment_k for k = 1..K: the other links afterwards, and how the parameters move. What
     transformations read moves first, by the gradient as it is."""
     first = [early(block.chain, read_of(out.transforms, j)) for j, block in enumerate(out.blocks)]
-    rows = [(b, b.chain[:k], b.chain[k:-1]) for b, k in zip(out.blocks, first, strict=True)]
-    z = [_moved(b, links, *row) for (b, links, _), *row in zip(rows, out.h, out.values, g, strict=True)]
+    z = [_moved(b, b.chain[:k], h, own, x) for b, k, h, own, x in zip(out.blocks, first, out.h, out.values, g, strict=True)]
     for transform in out.transforms:
         g = transform(out.h, [own[PARAMS] for own in z], g, z)
-    z = [_moved(b, links, *row) for (b, _, links), *row in zip(rows, out.h, z, g, strict=True)]
-    return [own | {PARAMS: _move(*row, own)} for *row, own in zip(out.blocks, out.h, z, strict=True)]
+    z = [_moved(b, b.chain[k:-1], h, own, x) for b, k, h, own, x in zip(out.blocks, first, out.h, z, g, strict=True)]
+    return [own | {PARAMS: _move(b, h, own)} for b, h, own in zip(out.blocks, out.h, z, strict=True)]
 
 
 def _moved(block: Block, links: Sequence[Link], h: Hypers, z: Floats, g: Array) -> Floats:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from hypergrad.optimizers.chain import GRADIENT, PARAMS, Link, Optimizer, View, reads_gradient
+from hypergrad.optimizers.chain import GRADIENT, PARAMS, Link, Optimizer, View, first_value, reads_gradient
 from hypergrad.optimizers.prepared import prepare
 
 
@@ -48,7 +48,7 @@ def step(rule: Optimizer, h: Any, z: Values, g: Array) -> Values:
 
 def settled(rule: Optimizer, h: Any, gradients: list[Array]) -> Values:
     """What links have come to after some steps."""
-    z = {link.name: link.start(jnp.zeros_like(gradients[0])) for link in rule.chain[:-1]} | {PARAMS: gradients[0]}
+    z = {link.name: first_value(link, jnp.zeros_like(gradients[0])) for link in rule.chain[:-1]} | {PARAMS: gradients[0]}
     for g in gradients:
         z = step(rule, h, z, g)
     return z

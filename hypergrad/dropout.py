@@ -24,8 +24,8 @@ def concrete_dropout(key: Array, x: Array, rate: Any, temperature: float = 0.1) 
     """
     if isinstance(rate, (Domain, Knots, PerStep)):
         raise TypeError(
-            f"hg.concrete_dropout: `rate` is {rate!r}, which is no number. A loss reads what hg.natural(hypers) gives, through "
-            "`theta`: there it finds an hg.PerStep as its value of one step."
+            f"hg.concrete_dropout: `rate` is {rate!r}, which is no number. A loss reads what hg.natural(hypers) gives, "
+            "through `theta`: there it finds an hg.PerStep as its value of one step."
         )
     for name, value, high in (("rate", rate, 1.0), ("temperature", temperature, np.inf)):
         if not isinstance(value, jax.core.Tracer) and not np.all((np.asarray(value) > 0) & (np.asarray(value) < high)):

@@ -73,7 +73,7 @@ def bounded(x: Any, low: float, high: float) -> Domain:
     for end, value in (("low", low), ("high", high)):
         if not isinstance(value, numbers.Real):
             raise TypeError(
-                f"hg.bounded: `{end}` must be a Python float, the same for all entries and not traced; got {describe(value)}. "
+                f"hg.bounded: `{end}` must be a Python float, one for all entries and not traced; got {describe(value)}. "
                 "Intervals that differ: a domain for each leaf, or scale what hg.unit_interval gives."
             )
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
@@ -232,8 +232,8 @@ def _reject_domains(name: str, x: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(x, is_leaf=is_domain):
         if is_domain(leaf):
             raise TypeError(
-                f"hg.{name}{jax.tree_util.keystr(path)} is a domain already, {leaf!r}: a hyperparameter has one. Choose one, or "
-                "give the value in natural units, hg.natural(...)."
+                f"hg.{name}{jax.tree_util.keystr(path)} is a domain already, {leaf!r}: a hyperparameter has one. Choose "
+                "one, or give the value in natural units, hg.natural(...)."
             )
 
 

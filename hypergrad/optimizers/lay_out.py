@@ -155,8 +155,8 @@ def _transforms(layers: tuple[Layer, ...], blocks: list[Block]) -> tuple[Transfo
             around: Any = layer.optimizer
             if PARAMS in around.reads:
                 raise TypeError(
-                    f"{type(around).__name__} reads `{PARAMS}`, whose new values come after the gradient that it makes. The old "
-                    "ones are w in transform(h, w, g, z)."
+                    f"{type(around).__name__} reads `{PARAMS}`, whose new values come after the gradient that it makes. The "
+                    "old ones are w in transform(h, w, g, z)."
                 )
             if missing := sorted({name for j in seen for name in set(around.reads) - {k.name for k in blocks[j].chain}}):
                 raise TypeError(

@@ -129,13 +129,13 @@ def _checked(rule: Optimizer, method: str, found: Any, steps: int, dtype: np.dty
 
 def _entry(where: str, x: Any, steps: int, dtype: np.dtype) -> Array:
     kind = jnp.result_type(x) if eqx.is_array_like(x) else None
-    if kind is None or not (jnp.issubdtype(kind, jnp.number) or kind == bool) or jnp.issubdtype(kind, jnp.complexfloating):
+    if kind is None or not any(jnp.issubdtype(kind, real) for real in (jnp.floating, jnp.integer, jnp.bool_)):
         raise TypeError(f"{where} must be a real number or an array of them; got {describe(x)}.")
     x = owned(x) if jnp.issubdtype(kind, jnp.floating) and not isinstance(x, float) else jnp.asarray(x).astype(dtype)
     x = x[None] if x.ndim == 0 else x
     if x.shape[0] not in (1, steps):
         raise ValueError(
-            f"{where} has shape {x.shape}; its first axis must be steps={steps}, or 1 where all steps have the same. Give an "
-            "array of a parameter's shape that axis: x[None]."
+            f"{where} has shape {x.shape}; its first axis must be steps={steps}, or 1 where all steps have the same. Give "
+            "an array of a parameter's shape that axis: x[None]."
         )
     return x

@@ -40,9 +40,9 @@ class ScheduleFreeAdamW(GradientLinked):
     As `optax.contrib.schedule_free_adamw` but for d: there x is recovered from y and z, here y moves directly, y <- (1 - c)
     y + c z - (1 - c) (1 - b1) a u with the new z. c is 1 at the first step, where 1 - 2^-15 is used.
 
-    Hyperparameters as for `AdamW`; b1 in (0, 1), the same at all steps; bits: k, from 1 to 16, an int. A run that goes on from a `state` begins its
-    average anew. k + log2(1/b2) bits a parameter and step, and log2 T in all for T steps. State: {"gradient", "square",
-    "base": like params; "square_weight"}; "base", z, begins where the parameters do.
+    Hyperparameters as for `AdamW`; b1 in (0, 1), the same at all steps; bits: k, from 1 to 16, an int. A run that goes on
+    from a `state` begins its average anew. k + log2(1/b2) bits a parameter and step, and log2 T in all for T steps. State:
+    {"gradient", "square", "base": like params; "square_weight"}; "base", z, begins where the parameters do.
     """
 
     learning_rate: Any
@@ -78,7 +78,7 @@ class ScheduleFreeAdamW(GradientLinked):
         another rule moves, which have no z, stay as they are."""
         leaves, tree = jax.tree.flatten(params)
         decays = broadcast_prefix("b1", natural(self.b1), params)
-        places = tree.flatten_up_to(state["base"])
+        places = tree.flatten_up_to(state["base"])  # type: ignore[attr-defined]
         return jax.tree.unflatten(tree, [_average(*row) for row in zip(leaves, places, decays, strict=True)])
 
 

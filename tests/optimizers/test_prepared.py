@@ -1,4 +1,4 @@
-"""What `prepare` and `begin` return counts as it says, or is refused in words; a bound of Adam's holds only where it is one."""
+"""What `prepare` and `begin` return counts as it says, or is refused in words; Adam's bound holds only where it is one."""
 
 from typing import Any
 
@@ -163,3 +163,78 @@ def test_a_transformation_takes_the_parameters_as_w(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Belief, "reads", ("params",))
     with pytest.raises(TypeError, match="Belief reads `params`, whose new values come after.*The old ones are w"):
         hg.train(loss, jnp.ones(2), Belief(hg.Adam(0.1)), BATCHES, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "state", "error", "message"),
+    [
+        (
+            lambda: hg.partition({"x": hg.Adam(0.1)}, "x"),
+            {"mean_weight": 0.5},
+            ValueError,
+            r"state\['mean_weight'\] must be a dict with the labels of hg.partition, 'x' among them.*got float",
+        ),
+        (lambda: Counts(0.1), None, TypeError, "Counts.weights: 'w' counts 'made', which is no field of the rule"),
+        (lambda: Summing(0.1), None, TypeError, "Summing.weights: 'square_weight' counts 'b2', and no link of its chain"),
+    ],
+    ids=["of no partition", "of no field", "of no link"],
+)
+def test_weights_that_cannot_be_counted(rule: Any, state: Any, error: Any, message: str) -> None:
+    moments = {name: jnp.ones((2, 2)) for name in ("mean", "square")}
+    with pytest.raises(error, match=message):
+        hg.train(loss, jnp.ones((2, 2)), rule(), BATCHES, steps=1, state=state and moments | state)
+
+
+class Counts(Ball):
+    """It counts what it makes."""
+
+    weights = {"w": "made"}
+
+    def prepare(self, h: Any, steps: int) -> Any:
+        return {**h, "made": h["momentum"]}
+
+
+class Summing(hg.Adam):
+    """Squares are summed, as Adagrad sums them."""
+
+    chain = (hg.Adam.chain[0], hg.Adam.chain[1]._replace(decay=None), hg.Adam.chain[2])
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda x: hg.SOAP(0.1, factor_decay=x), "SOAP: `factor_decay`"),
+        (lambda x: hg.SOAP(0.1, b2=x), "SOAP: `b2`"),
+        (lambda x: hg.NorMuon(0.1, b2=x), "NorMuon: `b2`"),
+        (lambda x: hg.Shampoo(0.1, b2=x), "Shampoo: `b2`"),
+    ],
+)
+def test_what_belongs_to_a_leaf_is_not_one_for_each_weight(make: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} belongs to a whole leaf.*one for each of .2, 3."):
+        hg.train(loss, jnp.ones((2, 3)), make(jnp.full((2, 3), 0.5)), BATCHES, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("start", "increment", "same"),
+    [
+        (lambda w: 2, lambda h, z, g: -jnp.sign(g).astype(int), (2.0, lambda g: -np.sign(g))),
+        (lambda w: 0.5, lambda h, z, g: 1, (0.5, lambda g: 1.0)),
+        (lambda w: jnp.ones(w.shape, int), lambda h, z, g: g > 0, (1.0, lambda g: float(g > 0))),
+    ],
+    ids=["signs", "numbers", "comparisons"],
+)
+def test_integers_of_links_are_floats(start: Any, increment: Any, same: Any) -> None:
+    chain = (Link("velocity", increment, decay="momentum", start=start), Ball.chain[1])
+    rule = type("Whole", (Ball,), {"__module__": __name__, "__annotations__": {}, "chain": chain})
+    v, add = same
+    w, rho = 1.0, 0.5
+    for _ in range(3):
+        v = rho * v + add(w)
+        w += 0.125 * v
+
+    def end(rate: Any) -> jax.Array:
+        return hg.train(loss, jnp.ones(2), rule(rate), BATCHES, steps=3).params[0]
+
+    value, slope = jax.value_and_grad(end)(0.125)
+    np.testing.assert_allclose(value, w, rtol=1e-6)
+    np.testing.assert_allclose(slope, (w - 1) / 0.125, rtol=1e-5)
