@@ -29,13 +29,13 @@ def check_positive(rule: Optimizer, field: str) -> None:
             raise ValueError(f"hg.{type(rule).__name__}: `{field}` must be positive; got {x!r}.")
 
 
-def check_of_leaves(rule: Optimizer, h: dict[str, Array], fields: Iterable[str]) -> None:
+def check_of_leaves(rule: Optimizer, h: dict[str, Array], fields: Iterable[str], like: str = "the factors do") -> None:
     """Of what is prepared: refuse one for each weight of what belongs to a whole leaf."""
     for name in fields:
         if name in h and h[name][0].size > 1:
             raise ValueError(
-                f"hg.{type(rule).__name__}: `{name}` belongs to a whole leaf, as the means that it is of do, or what is "
-                f"made of them: one value, or one per step; got one for each of {h[name][0].shape}."
+                f"hg.{type(rule).__name__}: `{name}` belongs to a whole leaf, as {like}: one value, or one per step; got "
+                f"one for each of {h[name][0].shape}."
             )
 
 

@@ -122,7 +122,7 @@ class NorMuon(Muon):
         return _normuon(self._form)
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
-        check_of_leaves(self, h, ("b2",))
+        check_of_leaves(self, h, ("b2",), "means over its rows do")
         return super().prepare(h, steps)
 
 
