@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax import Array
 
+from hypergrad._average import widened
 from hypergrad._differences import central, check_like, check_step, extrapolated, moved
 from hypergrad._evaluate import default_key, objective
 from hypergrad._optimize import hypergradient
@@ -201,7 +202,7 @@ def _ends(train_fn: Any, val_fn: Any, there: Any, fixed: Any, key: Array | None,
         _, gradient = hypergradient(train_fn, val_fn, eqx.combine(there, fixed), key)
     except (HypergradError, jax.errors.JaxRuntimeError):
         return math.nan, math.nan
-    other, _ = split_fixed(gradient)
+    slopes, other = widened((slopes, split_fixed(gradient)[0]))
     both = float(optax.tree.norm(slopes)) * float(optax.tree.norm(other))
     magnitude = jax.tree.map(lambda g: jnp.abs(g), slopes)
     same = _dot(magnitude, jax.tree.map(lambda a, b: jnp.asarray(jnp.sign(a) == jnp.sign(b), a.dtype), slopes, other))

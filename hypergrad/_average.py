@@ -43,13 +43,20 @@ def averaged(groups: list[Any], seeds: int, robust: bool) -> Evaluated:
     if seeds == 1:  # as it is, for an error to show
         nan = jnp.full_like(values[0], jnp.nan)
         return Evaluated(values[0], jax.tree.map(lambda g: g[0], grads), monitors[0], nan, nan, values, ok, jnp.int32(0))
-    even = ok.astype(values.dtype)
-    weights = _weights(grads, ok).astype(values.dtype) if robust else even
+    even = ok.astype(_wide(values))
+    weights = _weights(grads, ok).astype(even.dtype) if robust else even
     value, monitor = (_mean(x, even) for x in (values, monitors))
     error = optax.tree.norm(jax.tree.map(lambda g: _standard_error(g, weights), grads))
     grads = jax.tree.map(lambda g: _mean(g, weights), grads)
     return Evaluated(
-        value, grads, monitor, _standard_error(values, even), error, values, ok, jnp.sum(weights < even, dtype=jnp.int32)
+        value,
+        grads,
+        monitor,
+        _standard_error(values, even).astype(values.dtype),
+        error,
+        values,
+        ok,
+        jnp.sum(weights < even, dtype=jnp.int32),
     )
 
 
@@ -63,7 +70,9 @@ def _weights(grads: Any, ok: Array) -> Array:
 
 def _norm(tree: Any) -> Array:
     """Of a tree, without the square of anything large: a hypergradient that explodes would overflow."""
-    leaves = [x for x in jax.tree.leaves(tree) if x.size]
+    leaves = [x for x in jax.tree.leaves(widened(tree)) if x.size]
+    if not leaves:
+        return jnp.zeros(())
     largest = jnp.stack([jnp.max(jnp.abs(x)) for x in leaves]).max()
     unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
     return unit * optax.tree.norm([x / unit for x in leaves])
@@ -71,16 +80,30 @@ def _norm(tree: Any) -> Array:
 
 def _mean(x: Array, weights: Array) -> Array:
     """Over what has a weight, NaN where nothing has."""
+    return _wide_mean(x, weights).astype(x.dtype)
+
+
+def _wide_mean(x: Array, weights: Array) -> Array:
     w = _along(weights, x)
-    return jnp.sum(w * x, axis=0, where=w > 0) / jnp.sum(weights).astype(x.dtype)
+    return jnp.sum(w * x, axis=0, where=w > 0) / jnp.sum(weights).astype(w.dtype)
 
 
 def _standard_error(x: Array, weights: Array) -> Array:
-    """Sample deviation / sqrt(n) of the mean of the n that have a weight; NaN where n < 2."""
+    """Sample deviation / sqrt(n) of the mean of the n that have a weight; NaN where n < 2. In float32 at least."""
     w, n = _along(weights, x), jnp.sum(weights > 0)
-    squares = jnp.sum(jnp.square(w * (x - _mean(x, weights))), axis=0, where=w > 0)
-    return jnp.where(n > 1, jnp.sqrt(squares * n / jnp.maximum(n - 1, 1)) / jnp.sum(weights), jnp.nan).astype(x.dtype)
+    squares = jnp.sum(jnp.square(w * (x - _wide_mean(x, weights))), axis=0, where=w > 0)
+    return jnp.where(n > 1, jnp.sqrt(squares * n / jnp.maximum(n - 1, 1)) / jnp.sum(weights), jnp.nan).astype(w.dtype)
 
 
 def _along(weights: Array, x: Array) -> Array:
-    return weights.reshape(-1, *(1,) * (x.ndim - 1)).astype(x.dtype)
+    return weights.reshape(-1, *(1,) * (x.ndim - 1)).astype(_wide(x))
+
+
+def widened(tree: Any) -> Any:
+    """In float32 at least: a norm or product of what has 16 bits may overflow."""
+    return jax.tree.map(lambda x: x.astype(_wide(x)), tree)
+
+
+def _wide(x: Array) -> Any:
+    """What sums are computed in: that of numbers of 16 bits may overflow where their mean does not."""
+    return jnp.promote_types(x.dtype, jnp.float32)

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax import Array
 
+from hypergrad._average import widened
 from hypergrad._evaluate import default_key, objective
 from hypergrad._report import ENTERED, Norms, Trace, probe
 from hypergrad.adjoints.second_order import check_symmetric
@@ -90,7 +91,7 @@ def diagnose(
         )
     for trace in traces:
         check_symmetric(trace.asymmetry, [np.float32])
-    norm = float(optax.tree.norm(grads))
+    norm = float(optax.tree.norm(widened(grads)))
     worst = max((judge(t, float(value), norm, len(traces)) for t in traces), key=_badness)
     known = [x for x in excesses if np.isfinite(x).any()]
     return worst._replace(excess=max(known, key=np.nanmax) if known else None)

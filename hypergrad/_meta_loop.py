@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from jax import Array
 
+from hypergrad._average import widened
 from hypergrad._checkpoint import Folder
 from hypergrad._descent import Descent, Point
 from hypergrad._evaluate import Evaluation, default_key
@@ -35,6 +36,7 @@ Callback = Callable[[MetaStep], Any]
 @jax.jit  # one program; called eagerly, one for each operation
 def _norms(grads: Any) -> tuple[Array, Any]:
     """Of all, and of each leaf."""
+    grads = widened(grads)
     return optax.tree.norm(grads), jax.tree.map(optax.tree.norm, grads)
 
 

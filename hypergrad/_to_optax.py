@@ -3,8 +3,10 @@
 Invariant: one update is one step of training with floats in place of the grid, so a plain loop is our training to rounding.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,12 +15,13 @@ from jax import Array
 from hypergrad import _door as door
 from hypergrad.hypers import describe, natural
 from hypergrad.optimizers.block import Block, Floats
-from hypergrad.optimizers.chain import PARAMS, Optimizer
+from hypergrad.optimizers.chain import PARAMS, Link, Optimizer, early
 from hypergrad.optimizers.expand import Hypers
+from hypergrad.optimizers.gradient_link import WithGradientLink
 from hypergrad.optimizers.initial import final_state
 from hypergrad.optimizers.lay_out import LaidOut, lay_out
 from hypergrad.optimizers.partition import Partition, layers_of
-from hypergrad.optimizers.transform import Transformed
+from hypergrad.optimizers.transform import Transformed, read_of
 from hypergrad.optimizers.weights import weights_after
 from hypergrad.schedules import PerStep
 
@@ -55,8 +58,9 @@ def to_optax(optimizer: Optimizer, steps: int | None = None) -> optax.GradientTr
         if params is None:
             raise ValueError("what hg.to_optax made needs the parameters: update(gradients, state, params).")
         leaves, tree = jax.tree.flatten(params)
+        given = _gradients(updates, params)
         out = _at_present(optimizer, steps, params, state)
-        g = [block.join(jax.tree.leaves(updates)).astype(block.dtype) for block in out.blocks]
+        g = [block.join(given).astype(block.dtype) for block in out.blocks]
         moved = _step(out, g)
         moves = jax.tree.leaves(final_state(tuple(out.blocks), moved, tree)[PARAMS])
         links = {name: x for name, x in final_state(tuple(out.blocks), moved, tree).items() if name != PARAMS}
@@ -67,8 +71,28 @@ def to_optax(optimizer: Optimizer, steps: int | None = None) -> optax.GradientTr
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _gradients(updates: Any, params: Any) -> list[Any]:
+    """Leaf by leaf, like the parameters."""
+    try:
+        found = jax.tree.structure(params).flatten_up_to(updates)  # type: ignore[attr-defined]
+    except (ValueError, TypeError) as e:
+        raise ValueError(
+            "update(gradients, state, params) of what hg.to_optax made: gradients must have the tree of `params`, "
+            f"{jax.tree.structure(params)}; got {jax.tree.structure(updates)}."
+        ) from e
+    for (path, w), g in zip(jax.tree_util.tree_leaves_with_path(params), found, strict=True):
+        real = eqx.is_array_like(g) and not jnp.issubdtype(jnp.result_type(g), jnp.complexfloating)
+        if not real or jnp.shape(g) != jnp.shape(w):
+            raise ValueError(
+                f"update(gradients, state, params) of what hg.to_optax made: gradients{jax.tree_util.keystr(path)} must be "
+                f"real, of the parameter's shape {jnp.shape(w)}; got {describe(g)}."
+            )
+    return [jnp.asarray(g) for g in found]
+
+
 def _laid_out(optimizer: Optimizer, params: Any, steps: int, state: Any) -> LaidOut:
-    return lay_out(optimizer, params, steps, state, None, unbounded=False)
+    """No rule begins with the state: it is that of a loop which began without one."""
+    return lay_out(optimizer, params, steps, state, None, unbounded=False, begins=False)
 
 
 def _at_present(optimizer: Optimizer, steps: int, params: Any, state: OptaxState) -> LaidOut:
@@ -89,21 +113,28 @@ def _at_present(optimizer: Optimizer, steps: int, params: Any, state: OptaxState
 
 
 def _step(out: LaidOut, g: list[Array]) -> list[Floats]:
-    """z_k <- rho_k z_k + increment_k for k = 1..K: the other links afterwards, and how the parameters move."""
+    """z_k <- rho_k z_k + increment_k for k = 1..K: the other links afterwards, and how the parameters move. What
+    transformations read moves first, by the gradient as it is."""
+    first = [early(block.chain, read_of(out.transforms, j)) for j, block in enumerate(out.blocks)]
+    z = [_moved(b, b.chain[:k], h, own, x) for b, k, h, own, x in zip(out.blocks, first, out.h, out.values, g, strict=True)]
     for transform in out.transforms:
-        g = transform(out.h, [own[PARAMS] for own in out.values], g)
-    return [_moved(*row) for row in zip(out.blocks, out.h, out.values, g, strict=True)]
+        g = transform(out.h, [own[PARAMS] for own in z], g, z)
+    z = [_moved(b, b.chain[k:-1], h, own, x) for b, k, h, own, x in zip(out.blocks, first, out.h, z, g, strict=True)]
+    return [own | {PARAMS: _move(b, h, own)} for b, h, own in zip(out.blocks, out.h, z, strict=True)]
 
 
-def _moved(block: Block, h: Hypers, z: Floats, g: Array) -> Floats:
-    *others, params = block.chain
-    for link in others:
+def _moved(block: Block, links: Sequence[Link], h: Hypers, z: Floats, g: Array) -> Floats:
+    for link in links:
         kept = h[link.decay] * z[link.name] if link.decay else z[link.name]
         z = {**z, link.name: kept + block.increment(link, h, _read(z, link.name), g)}
+    return z
+
+
+def _move(block: Block, h: Hypers, z: Floats) -> Array:
+    """Of the parameters."""
+    params = block.chain[-1]
     move = jnp.zeros_like(z[PARAMS]) if params.increment is None else block.increment(params, h, _read(z, PARAMS), None)
-    if params.decay:
-        move = (h[params.decay] - 1) * z[PARAMS] + move
-    return {**z, PARAMS: move}
+    return (h[params.decay] - 1) * z[PARAMS] + move if params.decay else move
 
 
 def _read(z: Floats, name: str) -> Floats:
@@ -113,7 +144,8 @@ def _read(z: Floats, name: str) -> Floats:
 
 def _prepared_together(optimizer: Any) -> list[str]:
     """Rules whose `prepare` may make the values of one step of those of others."""
-    rules = [x for x in jax.tree.leaves(optimizer, is_leaf=_is_rule) if _is_rule(x)]
+    found = [x for x in jax.tree.leaves(optimizer, is_leaf=_is_rule) if _is_rule(x)]
+    rules = [x.rule if isinstance(x, WithGradientLink) else x for x in found]
     return [type(x).__name__ for x in rules if type(x).prepare is not Optimizer.prepare and not _by_step(x)]
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from hypergrad.optimizers.chain import GRADIENT, PARAMS, Link, Optimizer, View, reads_gradient
-from hypergrad.optimizers.expand import prepare
+from hypergrad.optimizers.chain import GRADIENT, PARAMS, Link, Optimizer, View, first_value, reads_gradient
+from hypergrad.optimizers.prepared import prepare
 
 
 Values = dict[str, Array]  # of one leaf: link -> value
@@ -21,7 +21,9 @@ Values = dict[str, Array]  # of one leaf: link -> value
 
 def at_half(rule: Optimizer, ndim: int) -> dict[str, Array]:
     """What increments read as h where all hyperparameters are 1/2, at a first step."""
-    h = prepare(rule, {field: jnp.full((1,) * (1 + ndim), 0.5) for field in rule.hyperparameters()}, 1)
+    h = prepare(
+        rule, {field: jnp.full((1,) * (1 + ndim), 0.5) for field in rule.hyperparameters()}, 1, jnp.result_type(float)
+    )
     return {k: x.reshape(()) if x.size == 1 else x for k, x in h.items()}
 
 
@@ -46,7 +48,7 @@ def step(rule: Optimizer, h: Any, z: Values, g: Array) -> Values:
 
 def settled(rule: Optimizer, h: Any, gradients: list[Array]) -> Values:
     """What links have come to after some steps."""
-    z = {link.name: link.start(jnp.zeros_like(gradients[0])) for link in rule.chain[:-1]} | {PARAMS: gradients[0]}
+    z = {link.name: first_value(link, jnp.zeros_like(gradients[0])) for link in rule.chain[:-1]} | {PARAMS: gradients[0]}
     for g in gradients:
         z = step(rule, h, z, g)
     return z

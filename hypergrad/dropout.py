@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.hypers import describe
+from hypergrad.hypers import Domain, describe
+from hypergrad.schedules import Knots, PerStep
 
 
 def concrete_dropout(key: Array, x: Array, rate: Any, temperature: float = 0.1) -> Array:
@@ -21,6 +22,11 @@ def concrete_dropout(key: Array, x: Array, rate: Any, temperature: float = 0.1) 
     broadcasts against x; learn it as `hg.unit_interval(0.5)`. temperature: towards 0 the mask becomes ordinary dropout's and
     its derivative noisier, above 1/2 it is another noise than dropout's.
     """
+    if isinstance(rate, (Domain, Knots, PerStep)):
+        raise TypeError(
+            f"hg.concrete_dropout: `rate` is {rate!r}, which is no number. A loss reads what hg.natural(hypers) gives, "
+            "through `theta`: there it finds an hg.PerStep as its value of one step."
+        )
     for name, value, high in (("rate", rate, 1.0), ("temperature", temperature, np.inf)):
         if not isinstance(value, jax.core.Tracer) and not np.all((np.asarray(value) > 0) & (np.asarray(value) < high)):
             raise ValueError(

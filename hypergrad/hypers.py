@@ -5,6 +5,7 @@ Invariant: `natural(positive(x)) == x` up to rounding, and every unconstrained v
 
 import hashlib
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from jax import Array
 from hypergrad._bounds import at_least
 from hypergrad._processes import divided, whole
 from hypergrad._shown import shown
+from hypergrad.exact import substitute
 from hypergrad.schedules import spread
 
 
@@ -50,11 +52,13 @@ class Domain(eqx.Module):
         if self.kind == "positive":
             return jnp.exp(u)
         x = self.low + (self.high - self.low) * jax.nn.sigmoid(u)
-        return at_least(x, float(np.asarray(self.low, x.dtype)))  # as it is rounded where it is added
+        low, high = (np.asarray(end, x.dtype) for end in (self.low, self.high))  # as they are rounded where they are added
+        return at_least(substitute(x, jnp.minimum(x, high)), float(low))  # the sum may round to more than its end
 
 
 def positive(x: Any) -> Domain:
     """x = exp(u), x > 0: learning rates, scales, penalties. float leaves of any shape, strictly positive."""
+    _reject_domains("positive", x)
     _check_leaves("positive", x, lambda v: (v > 0) & np.isfinite(v), "finite and > 0")
     return _representable(x, Domain(jax.tree.map(lambda v: jnp.log(_as_float(v)), x), "positive"), 0, math.inf)
 
@@ -66,13 +70,20 @@ def unit_interval(x: Any) -> Domain:
 
 def bounded(x: Any, low: float, high: float) -> Domain:
     """x = low + (high - low) sigmoid(u), low < x < high."""
+    for end, value in (("low", low), ("high", high)):
+        if not isinstance(value, numbers.Real):
+            raise TypeError(
+                f"hg.bounded: `{end}` must be a Python float, one for all entries and not traced; got {describe(value)}. "
+                "Intervals that differ: a domain for each leaf, or scale what hg.unit_interval gives."
+            )
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"hg.bounded needs finite low < high; got low={low!r}, high={high!r}.")
-    return _interval("bounded", x, low, high)
+    return _interval("bounded", x, float(low), float(high))
 
 
 def fixed(x: Any) -> Domain:
     """x itself, not learned: its hypergradient is zero and `hg.optimize` leaves it alone. Any leaves."""
+    _reject_domains("fixed", x)
     return Domain(jax.tree.map(lambda v: jnp.asarray(v) if isinstance(v, (bool, int, float)) else v, x), "fixed")
 
 
@@ -192,6 +203,7 @@ def describe(leaf: Any) -> str:
 
 
 def _interval(name: str, x: Any, low: float, high: float) -> Domain:
+    _reject_domains(name, x)
     _check_leaves(name, x, lambda v: (v > low) & (v < high), f"strictly between {low:.6g} and {high:.6g}")
 
     def unconstrain(v: Any) -> Array:
@@ -213,6 +225,16 @@ def _representable(x: Any, domain: Domain, low: float, high: float) -> Domain:
             "a value further inside, or compute in float64 (jax.enable_x64)."
         )
     return domain
+
+
+def _reject_domains(name: str, x: Any) -> None:
+    """The stored value of one would pass for a value in natural units."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x, is_leaf=is_domain):
+        if is_domain(leaf):
+            raise TypeError(
+                f"hg.{name}{jax.tree_util.keystr(path)} is a domain already, {leaf!r}: a hyperparameter has one. Choose "
+                "one, or give the value in natural units, hg.natural(...)."
+            )
 
 
 def _check_leaves(name: str, x: Any, inside: Callable[[Any], Any], condition: str) -> None:

@@ -18,7 +18,7 @@ from hypergrad._volume import at_half, check_volume, increment, settled
 from hypergrad.adjoints import Reversible, Unrolled
 from hypergrad.batches import stacked
 from hypergrad.errors import HypergradError
-from hypergrad.optimizers.chain import PARAMS, Link, Optimizer
+from hypergrad.optimizers.chain import PARAMS, Link, Optimizer, first_value
 from hypergrad.optimizers.initial import final_state
 from hypergrad.optimizers.lay_out import lay_out
 from hypergrad.optimizers.partition import Layer, layers_of
@@ -156,7 +156,12 @@ def _check_entrywise(rule: Layer, around: list[Layer]) -> None:
         g = whole() * rng.choice([-1.0, 1.0], (4, 4))
         halves = [increment(link, h, {k: parts(x)[i] for k, x in z.items()}, parts(g)[i]) for i in (0, 1)]
         agree(optimizer, f"the increment of link `{link.name}`", increment(link, h, z, g), halves)
-        agree(optimizer, f"the first value of link `{link.name}`", link.start(g), [link.start(x) for x in parts(g)])
+        agree(
+            optimizer,
+            f"the first value of link `{link.name}`",
+            first_value(link, g),
+            [first_value(link, x) for x in parts(g)],
+        )
     for layer in around:
         keys = tuple((field, field) for field in layer.optimizer.hyperparameters())
         one, two = (Transform("", type(layer.optimizer).transform, keys, b) for b in ((0,), (0, 1)))  # type: ignore[attr-defined]

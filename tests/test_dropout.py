@@ -84,3 +84,11 @@ def test_small_and_large_rates_hold_in_16_bits(dtype: Any) -> None:
     assert kept.dtype == dtype
     np.testing.assert_allclose(jnp.mean(kept.astype(jnp.float32) < 0.5), 0.005, rtol=0.1)
     assert jnp.isfinite(hg.concrete_dropout(jax.random.key(0), x, 0.999)).all()
+
+
+@pytest.mark.parametrize(
+    "rate", [hg.unit_interval(0.5), hg.PerStep(jnp.full(3, 0.5)), hg.knots(jnp.full(2, 0.5), 3)], ids=str
+)
+def test_a_rate_is_a_number(rate: Any) -> None:
+    with pytest.raises(TypeError, match=r"`rate` is .*which is no number\. A loss reads what hg\.natural\(hypers\) gives"):
+        hg.concrete_dropout(KEY, jnp.ones(3), rate)

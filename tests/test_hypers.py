@@ -161,3 +161,37 @@ def test_the_leaf_and_the_index_are_named():
 def test_what_is_no_real_number_is_refused(make, x):
     with pytest.raises(TypeError, match="a hyperparameter is a float or an array of floats"):
         make({"a": x})
+
+
+def test_no_value_of_an_interval_is_above_its_end():
+    for low, high in ((0.54, 0.94), (0.3, 0.42), (0.03, 0.12)):
+        domain = with_stored(hg.bounded(jnp.float32((low + high) / 2), low, high), jnp.float32(40.0))
+        value, slope = jax.value_and_grad(lambda d: hg.natural(d))(domain)
+        assert value <= np.float32(high) and np.isfinite(jnp.log(np.float32(high) - value + 1e-30))
+        assert slope.unconstrained >= 0
+    u = jnp.float32(3.0)
+    slope = jax.grad(lambda d: hg.natural(d))(with_stored(hg.bounded(0.7, 0.54, 0.94), u)).unconstrained
+    np.testing.assert_allclose(slope, 0.4 * jax.nn.sigmoid(u) * jax.nn.sigmoid(-u), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (lambda x: hg.positive(x), r"hg\.positive is a domain already, fixed"),
+        (lambda x: hg.positive({"a": x}), r"hg\.positive\['a'\] is a domain already"),
+        (lambda x: hg.unit_interval(x), r"hg\.unit_interval is a domain already"),
+        (lambda x: hg.bounded(x, 0.0, 1.0), r"hg\.bounded is a domain already"),
+        (lambda x: hg.fixed([x]), r"hg\.fixed\[0\] is a domain already"),
+    ],
+)
+def test_a_hyperparameter_has_one_domain(make, where):
+    with pytest.raises(TypeError, match=where):
+        make(hg.fixed(0.1))
+
+
+def test_ends_of_an_interval_are_python_numbers():
+    with pytest.raises(TypeError, match=r"hg\.bounded: `low` must be a Python float.*got float64\[2\]"):
+        hg.bounded(jnp.full(2, 0.5), np.zeros(2), np.ones(2))
+    with pytest.raises(TypeError, match=r"hg\.bounded: `high` must be a Python float.* not traced"):
+        jax.jit(lambda high: hg.natural(hg.bounded(0.5, 0.0, high)))(1.0)
+    assert type(hg.bounded(0.5, np.float32(0), np.float32(1)).high) is float

@@ -49,6 +49,7 @@ class Adam(Optimizer):
 
     chain: ClassVar[tuple[Link, ...]] = (MEAN, SQUARE, Link("params", _step))
     weights = {"mean_weight": "b1", "square_weight": "b2"}
+    bounds = {"least": (MEAN, SQUARE)}
     entrywise = True
     by_step = True
 

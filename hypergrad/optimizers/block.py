@@ -23,7 +23,7 @@ from hypergrad._isolation import only_products
 from hypergrad._mended import mending
 from hypergrad._placement import may_be_divided
 from hypergrad.exact import DEFERRED, DEFERRED_REFERENCE, HEADS, REFERENCE, Buffer, default_fraction_bits, known_numerator
-from hypergrad.optimizers.chain import GRADIENT, PARAMS, STATISTICS, Link, View, foreign
+from hypergrad.optimizers.chain import GRADIENT, PARAMS, STATISTICS, Link, View, as_float, foreign
 from hypergrad.optimizers.expand import Field, Hypers, compute_dtype, concrete, shared_value
 from hypergrad.optimizers.partition import Stack
 from hypergrad.schedules import PerStep
@@ -96,7 +96,7 @@ class Block:
             return jnp.zeros((), self.dtype)
 
         def function(h: Hypers, z: Floats, *signal: Any) -> Array:
-            return rule(View(h, link.name), View(z, link.name), *signal)
+            return as_float(rule(View(h, link.name), View(z, link.name), *signal), self.dtype)
 
         return mending(function)(h, z, *signal)
 

@@ -35,7 +35,9 @@ class Link(NamedTuple):
     decay: str | None = None  # the hyperparameter (or `prepare`d value) that is rho; None: rho = 1, nothing is lost
     denominator: int = MOMENTUM_DENOMINATOR  # d of rho = n/d, a power of two from 2^12 to 2^24
     may_be_one: bool = False  # whether rho = 1 (nothing decays) makes sense here
-    start: Callable[[Array], Array] = jnp.zeros_like  # parameter leaf -> initial value, and so the link's shape
+    start: Callable[[Array], Array] = (
+        jnp.zeros_like
+    )  # parameter leaf -> initial value, and so the link's shape; a number: everywhere
     wide: bool = False  # two integers a value: 2^8 times the range, 2^-38 times the quantum (for means of squares)
     bits_a_step: float = 1.0  # room in the buffer where the decay is not known beforehand: enough for rho >= 2^-bits
     signal: str = GRADIENT  # what the increment is given as g: the gradient, or an entry of `Optimizer.signals`
@@ -67,6 +69,19 @@ class View:
         )
 
 
+def first_value(link: Link, leaf: Array) -> Array:
+    """`Link.start`, as floats."""
+    x = link.start(leaf)
+    return jnp.full_like(leaf, x) if isinstance(x, (bool, int, float)) else as_float(x, leaf.dtype)
+
+
+def as_float(x: Any, dtype: Any) -> Array:
+    """An array as it is if it has floats; a number, or another array, with this dtype."""
+    x = jnp.asarray(x, dtype if isinstance(x, (bool, int, float)) else None)
+    whole = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool
+    return x.astype(dtype) if whole else x
+
+
 class Optimizer(eqx.Module):
     """Base of reversible optimizers: dataclass fields are the hyperparameters, `chain` is the update.
 
@@ -78,13 +93,15 @@ class Optimizer(eqx.Module):
     before, which `prepare` finds in h where `state` has it. `signals`: what links see that do not see the gradient, {name:
     function(loss, params, theta, batch, key) -> pytree like the parameters, leaves of the shape that the link holds}, at the
     old parameters; loss(params, theta, batch) is the user's, key the step's own. `by_step`: `prepare` makes the values of a
-    step of that step's alone, and of `weights`. `approximate`: what of the update its derivative leaves out, a phrase for
-    the status.
+    step of that step's alone, and of `weights`. `bounds`: entries of h that hold only where the chain has these links and
+    all of them see the same gradient, {entry: links}; 0 otherwise. `approximate`: what of the update its derivative leaves
+    out, a phrase for the status.
     """
 
     chain: ClassVar[tuple[Link, ...]]
     approximate: ClassVar[str] = ""
     weights: ClassVar[Mapping[str, str]] = {}
+    bounds: ClassVar[Mapping[str, tuple[Link, ...]]] = {}
     signals: ClassVar[Mapping[str, Signal]] = {}
     linear: ClassVar[bool] = False
     entrywise: ClassVar[bool] = False
@@ -100,13 +117,18 @@ class Optimizer(eqx.Module):
         ordinary autodiff.
 
         Every array has a leading step axis of length `steps`, or 1 where it is constant, and broadcasts against
-        [steps, *leaf shape]. Decays come as the exact n/d.
+        [steps, *leaf shape], or the shape of a link. Decays come as the exact n/d. Of what it returns, a number or an array
+        without axes holds at all steps, and integers and bools become floats; anything else is an error.
         """
         del steps
         return h
 
     def begin(self, h: dict[str, Array], z: dict[str, Array]) -> dict[str, Array]:
-        """What increments read as `h` where a run begins with a `state`; z: the initial values of the links, of one leaf."""
+        """What increments read as `h` where a run begins with a `state`; z: the initial values of the links, of one leaf.
+
+        It gets what `prepare` returned, and returns all of it, as {**h, ...}; the rules for what `prepare` returns hold here
+        too. A decay that it changes is rounded to n/d.
+        """
         del z
         return h
 
@@ -128,6 +150,11 @@ _SAID_OF = {
     **dict.fromkeys(("linear", "entrywise"), ("chain", "rule_chain")),
     **dict.fromkeys(("linear_transform", "entrywise_transform"), ("transform",)),
 }
+
+
+def early(chain: tuple[Link, ...], read: set[str]) -> int:
+    """How many links move before the gradient is transformed: up to the last that a transformation reads."""
+    return max((i + 1 for i, link in enumerate(chain) if link.name in read), default=0)
 
 
 def _check_chain(name: str, chain: tuple[Link, ...], signals: set[str]) -> None:

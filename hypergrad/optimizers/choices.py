@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from hypergrad.optimizers.chain import Optimizer
 
@@ -26,6 +27,16 @@ def check_positive(rule: Optimizer, field: str) -> None:
     for x in jax.tree.leaves(getattr(rule, field)):
         if _known(x) and not np.all(np.asarray(x) > 0):
             raise ValueError(f"hg.{type(rule).__name__}: `{field}` must be positive; got {x!r}.")
+
+
+def check_of_leaves(rule: Optimizer, h: dict[str, Array], fields: Iterable[str], like: str = "the factors do") -> None:
+    """Of what is prepared: refuse one for each weight of what belongs to a whole leaf."""
+    for name in fields:
+        if name in h and h[name][0].size > 1:
+            raise ValueError(
+                f"hg.{type(rule).__name__}: `{name}` belongs to a whole leaf, as {like}: one value, or one per step; got "
+                f"one for each of {h[name][0].shape}."
+            )
 
 
 def known_zero(values: Any) -> bool:

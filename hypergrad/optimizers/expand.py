@@ -17,7 +17,7 @@ from hypergrad._programs import owned
 from hypergrad.errors import RangeError, decay_sentence
 from hypergrad.exact import SMALLEST_RATIO, numerator, to_ratio
 from hypergrad.hypers import describe
-from hypergrad.optimizers.chain import Link, Optimizer
+from hypergrad.optimizers.chain import Link
 from hypergrad.optimizers.partition import Layer, Stack
 from hypergrad.optimizers.statistics import MEANS, Statistics
 from hypergrad.schedules import PerStep, spread
@@ -76,32 +76,6 @@ def shared_value(value: Any) -> Hashable:
         return value
     raw, scalar = (value.values, 1) if isinstance(value, PerStep) else (value, 0)
     return id(value) if np.ndim(raw) == scalar else object()
-
-
-def prepared(stack: Stack, fields: Hypers, steps: int) -> tuple[Hypers, frozenset[str]]:
-    """`expand`ed fields followed by the rule's `prepare`, with every decay an exact n/d; and the decays that are fields
-    still, as they were given."""
-    decays = {str(link.decay): link for link in stack.chain if link.decay}
-    rule = stack.rule.optimizer
-    around = {key for layer in stack.layers[:-1] for key in map(layer.key, layer.optimizer.hyperparameters())}
-    own = {key: x for key, x in fields.items() if key not in around}
-    h = {**prepare(rule, own, steps), **{key: fields[key] for key in around}}
-    given = frozenset(name for name in decays if h[name] is fields.get(name))
-    return {**h, **{name: ratio(link, h[name]) for name, link in decays.items() if name not in given}}, given
-
-
-def prepare(rule: Optimizer, h: Hypers, steps: int) -> Hypers:
-    """`rule.prepare`, which must give every decay its value."""
-    found, name = rule.prepare(h, steps), type(rule).__name__
-    if not isinstance(found, dict):
-        raise TypeError(f"{name}.prepare must return a dict, {{**h, ...}} of what it got and adds; got {describe(found)}.")
-    for link in rule.chain:
-        if link.decay and link.decay not in found:
-            raise TypeError(
-                f"{name}, link `{link.name}`: its decay is called {link.decay!r}, and no hyperparameter is, nor anything "
-                f"that `prepare` returns. There are: {', '.join(found)}."
-            )
-    return found
 
 
 def prepared_statistics(statistics: Statistics, steps: int) -> list[Hypers]:

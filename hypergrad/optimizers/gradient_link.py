@@ -63,6 +63,10 @@ class WithGradientLink(GradientLinked):
         return self.rule.weights
 
     @property
+    def bounds(self) -> Mapping[str, tuple[Link, ...]]:  # type: ignore[override]
+        return self.rule.bounds
+
+    @property
     def signals(self) -> Mapping[str, Signal]:  # type: ignore[override]
         return self.rule.signals
 

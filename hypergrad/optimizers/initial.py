@@ -13,7 +13,7 @@ from jax import Array
 from hypergrad._programs import owned
 from hypergrad.hypers import describe
 from hypergrad.optimizers.block import Block, split_vectors
-from hypergrad.optimizers.chain import PARAMS, Link
+from hypergrad.optimizers.chain import PARAMS, Link, first_value
 from hypergrad.optimizers.expand import compute_dtype
 from hypergrad.optimizers.partition import Layer, Stack
 from hypergrad.optimizers.weights import names_of
@@ -43,7 +43,7 @@ def initial_values(
 
 
 def _first(link: Link, leaf: Array, given: tuple[str, Any] | None) -> Array:
-    start = link.start(leaf.astype(compute_dtype(leaf)))
+    start = first_value(link, leaf.astype(compute_dtype(leaf)))
     if given is None:
         return start
     where, x = given

@@ -12,7 +12,7 @@ from jax import Array
 from hypergrad.curvature._axes import factors_by_axis
 from hypergrad.optimizers.adam import bias_correction
 from hypergrad.optimizers.chain import Link, Optimizer, Signal, View
-from hypergrad.optimizers.choices import check_choice, check_int, known_zero
+from hypergrad.optimizers.choices import check_choice, check_int, check_of_leaves, known_zero
 from hypergrad.optimizers.held import held_link, schedule
 from hypergrad.optimizers.roots import inverse_power
 from hypergrad.optimizers.tiles import Group, Tiles
@@ -81,12 +81,7 @@ class KFAC(Optimizer):
         return self.every == 1
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
-        for name in OF_LEAVES:
-            if h[name][0].size > 1:
-                raise ValueError(
-                    f"hg.{type(self).__name__}: `{name}` belongs to a whole leaf, as the factors do: one value, or one per "
-                    f"step; got one for each of {h[name][0].shape}."
-                )
+        check_of_leaves(self, h, OF_LEAVES)
         new = {name: x for name, x in h.items() if name not in self.weights}
         new["unbias"] = 1 / bias_correction(h["decay"], h.get("factors_weight"), steps)
         return new | schedule(h, self.every, steps) if self.every > 1 else new

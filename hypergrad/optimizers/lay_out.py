@@ -11,7 +11,7 @@ import jax
 from jax import Array
 
 from hypergrad.optimizers.block import Block, Floats, block, groups, keeps_shape, known_lost, most_lost
-from hypergrad.optimizers.chain import STATISTICS, Optimizer, check_invertible
+from hypergrad.optimizers.chain import PARAMS, STATISTICS, Optimizer, check_invertible
 from hypergrad.optimizers.expand import (
     Field,
     Hypers,
@@ -19,13 +19,13 @@ from hypergrad.optimizers.expand import (
     compute_dtype,
     expand,
     fields_of,
-    prepared,
     prepared_statistics,
     ratio,
     shared_value,
 )
 from hypergrad.optimizers.initial import initial_values
 from hypergrad.optimizers.partition import Layer, Stack, layers_of, stacks_of
+from hypergrad.optimizers.prepared import Prepared, begun, check_fits, prepared
 from hypergrad.optimizers.statistics import MEANS, Statistics
 from hypergrad.optimizers.transform import Transform
 from hypergrad.optimizers.weights import weights_of
@@ -46,10 +46,16 @@ class LaidOut(NamedTuple):
 
 
 def lay_out(
-    optimizer: Optimizer, params: Any, steps: int, state: Any, fraction_bits: int | None, unbounded: bool
+    optimizer: Optimizer,
+    params: Any,
+    steps: int,
+    state: Any,
+    fraction_bits: int | None,
+    unbounded: bool,
+    begins: bool = True,
 ) -> LaidOut:
     """state: as `hg.train` takes it. fraction_bits: of the grid of the parameters; None: by their dtypes. unbounded: whether
-    lost digits go to arbitrary-precision integers."""
+    lost digits go to arbitrary-precision integers. begins: whether a run begins with the state, so that rules `begin`."""
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
     layers = layers_of(optimizer, params)
     for layer in layers:
@@ -64,19 +70,23 @@ def lay_out(
     values = initial_values(stacks, layers, lying, params, state, side_by_side)
     blocks, h, alike, per_step = [], [], [], []
     made: dict[Hashable, Array] = {}
-    of_rules: dict[Hashable, tuple[Hypers, frozenset[str]]] = {}
+    of_rules: dict[Hashable, Prepared] = {}
+    of_begin: dict[Hashable, Any] = {}
     rows: dict[Hashable, Array] = {}
     for own, start, flat in zip(lying, values, in_vectors, strict=True):
         first, stack = own[0], stacks[own[0]]
         path = jax.tree_util.keystr(paths[first])
         expanded = expand(stack, of_leaf[first], first, path, leaves[first], steps, flat, made)
-        name = tuple(layer.path for layer in stack.layers), *((key, id(x)) for key, x in expanded.items())
+        dtype = compute_dtype(leaves[first])
+        name = tuple(layer.path for layer in stack.layers), dtype, *((key, id(x)) for key, x in expanded.items())
         if name not in of_rules:
-            of_rules[name] = prepared(stack, expanded, steps)
-        hj, given = of_rules[name]
-        if state is not None:
-            hj = stack.rule.optimizer.begin(hj, start)
-        decays = [(x, of_leaf[first][-1][x.decay].values[first] if x.decay in given else None) for x in stack.chain]
+            of_rules[name] = prepared(stack, expanded, steps, dtype)
+        found = of_rules[name]
+        if state is not None and begins:
+            found = begun(stack, found, expanded, start, steps, dtype, of_begin)
+        hj = found.h
+        check_fits(stack, path, hj, start.values())
+        decays = [(x, of_leaf[first][-1][x.decay].values[first] if x.decay in found.given else None) for x in stack.chain]
         options: Any = {
             "flat": flat, "entrywise": stack.entrywise, "fraction_bits": fraction_bits, "unbounded": unbounded,
             "known": tuple(known_lost(link, value, leaves[first], steps) for link, value in decays),
@@ -84,7 +94,7 @@ def lay_out(
         }  # fmt: skip
         blocks.append(block(own, list(leaves), stack.chain, hj, **options))
         h.append(hj)
-        alike.append(_decays_alike(stack, of_leaf[first], first, given, blocks[-1]))
+        alike.append(_decays_alike(stack, of_leaf[first], first, found, blocks[-1]))
         kept = {key for key, x in hj.items() if x is expanded.get(key)}
         per_step.append(
             {key: x for key, x in _per_step(stack, of_leaf[first], first, blocks[-1], rows).items() if key in kept}
@@ -94,15 +104,19 @@ def lay_out(
 
 
 def _decays_alike(
-    stack: Stack, fields: list[dict[str, Field]], leaf: int, given: frozenset[str], block: Block
+    stack: Stack, fields: list[dict[str, Field]], leaf: int, found: Prepared, block: Block
 ) -> tuple[Hashable, ...]:
-    """Of each link, what tells its decay from another's; of one that `prepare` makes, all that this is made of."""
+    """Of each link, what tells its decay from another's: of one that `prepare` makes, all that this is made of; of one that
+    `begin` makes, which sees values of links, itself."""
     rule = {key: shared_value(field.values[leaf]) for key, field in fields[-1].items()}
     all_of = (stack.rule.path, *rule.values())
-    return tuple(
-        (link.denominator, link.may_be_one, block.dtype, rule[link.decay] if link.decay in given else (link.decay, all_of))
-        for link in block.chain
-    )
+
+    def source(decay: Any) -> Hashable:
+        if decay in found.begun:
+            return "begin", id(found.h[decay])
+        return rule[decay] if decay in found.given else (decay, all_of)
+
+    return tuple((link.denominator, link.may_be_one, block.dtype, source(link.decay)) for link in block.chain)
 
 
 def _per_step(
@@ -139,6 +153,11 @@ def _transforms(layers: tuple[Layer, ...], blocks: list[Block]) -> tuple[Transfo
         if not layer.is_rule and seen:
             keys = tuple((field, layer.key(field)) for field in layer.optimizer.hyperparameters())
             around: Any = layer.optimizer
+            if PARAMS in around.reads:
+                raise TypeError(
+                    f"{type(around).__name__} reads `{PARAMS}`, whose new values come after the gradient that it makes. The "
+                    "old ones are w in transform(h, w, g, z)."
+                )
             if missing := sorted({name for j in seen for name in set(around.reads) - {k.name for k in blocks[j].chain}}):
                 raise TypeError(
                     f"{type(around).__name__} reads links that the optimizer inside does not have: {', '.join(missing)}. Is "

@@ -12,7 +12,7 @@ from jax import Array
 
 from hypergrad.optimizers.adam import AdamW
 from hypergrad.optimizers.chain import Link, Optimizer, View
-from hypergrad.optimizers.choices import check_choice
+from hypergrad.optimizers.choices import check_choice, check_of_leaves
 from hypergrad.optimizers.decoupled import decay_of, decaying
 from hypergrad.optimizers.gradient_link import BITS, check_bits, forgotten, gradient_link
 from hypergrad.optimizers.orthogonal import METHODS, orthogonalized
@@ -107,17 +107,23 @@ class NorMuon(Muon):
     """`Muon` whose columns have the same size: v <- b2 v + (1 - b2) mean_rows(O^2), and O / sqrt(v) in place of O = NS(m).
 
     w <- (1 - a wd) w - a s P |O| / |P|, with P = O / sqrt(v + 1e-16) and Frobenius norms: a column is a neuron, of a matrix
-    [inputs, outputs] (Li et al. 2025). b2: in [2^-16, 1 - 2^-16]; all others as for `Muon`. O is computed twice a step.
-    State: {"momentum": like params, "neurons": [1, outputs]}, and "gradient" with `nesterov`.
+    [inputs, outputs] (Li et al. 2025). b2: in [2^-16, 1 - 2^-16], one value a leaf or one per step; all others as for
+    `Muon`. O is computed twice a step. State: {"momentum": like params, "neurons": [1, outputs]}, and "gradient" with
+    `nesterov`.
     """
 
     b2: Any = 0.95
 
     linear = True
+    by_step = True
 
     @property
     def chain(self) -> tuple[Link, ...]:  # type: ignore[override]
         return _normuon(self._form)
+
+    def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
+        check_of_leaves(self, h, ("b2",), "means over its rows do")
+        return super().prepare(h, steps)
 
 
 @functools.cache

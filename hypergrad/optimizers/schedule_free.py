@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.exact import FINE_DENOMINATOR
+from hypergrad.hypers import natural
 from hypergrad.optimizers.adam import SQUARE, bias_correction, root
 from hypergrad.optimizers.chain import PARAMS, Link, View
+from hypergrad.optimizers.expand import broadcast_prefix
 from hypergrad.optimizers.gradient_link import GradientLinked
 from hypergrad.schedules import PerStep
 
@@ -38,9 +40,9 @@ class ScheduleFreeAdamW(GradientLinked):
     As `optax.contrib.schedule_free_adamw` but for d: there x is recovered from y and z, here y moves directly, y <- (1 - c)
     y + c z - (1 - c) (1 - b1) a u with the new z. c is 1 at the first step, where 1 - 2^-15 is used.
 
-    Hyperparameters as for `AdamW`; b1 in (0, 1); bits: k, from 1 to 16, an int. A run that goes on from a `state` begins its
-    average anew. k + log2(1/b2) bits a parameter and step, and log2 T in all for T steps. State: {"gradient", "square",
-    "base": like params; "square_weight"}; "base", z, begins where the parameters do.
+    Hyperparameters as for `AdamW`; b1 in (0, 1), the same at all steps; bits: k, from 1 to 16, an int. A run that goes on
+    from a `state` begins its average anew. k + log2(1/b2) bits a parameter and step, and log2 T in all for T steps. State:
+    {"gradient", "square", "base": like params; "square_weight"}; "base", z, begins where the parameters do.
     """
 
     learning_rate: Any
@@ -59,6 +61,7 @@ class ScheduleFreeAdamW(GradientLinked):
     entrywise = True
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
+        _check_constant(h["b1"].shape[0])
         rate = jnp.broadcast_to(h["learning_rate"], (steps, *h["learning_rate"].shape[1:]))
         largest = jax.lax.cummax(rate, axis=0)
         unit = jax.lax.stop_gradient(largest[-1:])  # which share does not depend on: all weights are 1 where rates are alike
@@ -71,6 +74,26 @@ class ScheduleFreeAdamW(GradientLinked):
         return {**super().prepare(given, steps), "share": share, _KEPT: kept, "unbias_square": 1 / c2}
 
     def averaged(self, params: Any, state: dict[str, Any]) -> Any:
-        """x = (y - (1 - b1) z) / b1, where the model is evaluated. params, state: as `hg.train` returns them."""
-        b1 = self.b1.values[-1] if isinstance(self.b1, PerStep) else self.b1
-        return jax.tree.map(lambda y, z: ((y - (1 - b1) * z) / b1).astype(y.dtype), params, state["base"])
+        """x = (y - (1 - b1) z) / b1, where the model is evaluated. params, state: as `hg.train` returns them; leaves that
+        another rule moves, which have no z, stay as they are."""
+        leaves, tree = jax.tree.flatten(params)
+        decays = broadcast_prefix("b1", natural(self.b1), params)
+        places = tree.flatten_up_to(state["base"])  # type: ignore[attr-defined]
+        return jax.tree.unflatten(tree, [_average(*row) for row in zip(leaves, places, decays, strict=True)])
+
+
+def _average(y: Array, z: Array | None, b1: Any) -> Array:
+    if z is None:
+        return y
+    if isinstance(b1, PerStep):
+        _check_constant(len(b1.values))
+        b1 = b1.values[0]
+    return ((y - (1 - b1) * z) / b1).astype(y.dtype)
+
+
+def _check_constant(steps: int) -> None:
+    if steps > 1:
+        raise ValueError(
+            f"hg.ScheduleFreeAdamW: `b1` has a value for each of {steps} steps. y = b1 x + (1 - b1) z moves directly, which "
+            "holds for one b1 alone: where it grew, y would have to grow too, not decay. Give one for all steps."
+        )

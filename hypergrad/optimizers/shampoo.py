@@ -11,7 +11,7 @@ from jax import Array
 
 from hypergrad.optimizers.adam import bias_correction
 from hypergrad.optimizers.chain import Link, Optimizer, View
-from hypergrad.optimizers.choices import check_choice, check_int, check_positive
+from hypergrad.optimizers.choices import check_choice, check_int, check_of_leaves, check_positive
 from hypergrad.optimizers.decoupled import decay_of, decaying
 from hypergrad.optimizers.held import held_link, schedule
 from hypergrad.optimizers.roots import inverse_power, inverse_root
@@ -90,12 +90,7 @@ class Shampoo(Optimizer):
         return {name: x for name, x in super().hyperparameters().items() if x is not None}
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
-        for name in ("b2", "exponent", "ridge", "eps"):
-            if name in h and h[name][0].size > 1:
-                raise ValueError(
-                    f"hg.Shampoo: `{name}` belongs to a whole leaf, as the factors do: one value, or one per step; got "
-                    f"one for each of {h[name][0].shape}."
-                )
+        check_of_leaves(self, h, ("b2", "exponent", "ridge", "eps"))
         new = {key: value for key, value in h.items() if key not in self.weights} | decay_of(h)
         if self.b2 is not None:
             new["unbias"] = 1 / bias_correction(h["b2"], h.get("factors_weight"), steps)

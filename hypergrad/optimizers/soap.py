@@ -9,7 +9,7 @@ from jax import Array
 
 from hypergrad.optimizers.adam import bias_correction, root
 from hypergrad.optimizers.chain import Link, Optimizer, View
-from hypergrad.optimizers.choices import check_int
+from hypergrad.optimizers.choices import check_int, check_of_leaves
 from hypergrad.optimizers.decoupled import decay_of, decaying
 from hypergrad.optimizers.held import held_link, schedule
 from hypergrad.optimizers.roots import eigenvectors
@@ -52,6 +52,7 @@ class SOAP(Optimizer):
         return _chain(_Form(self.every, self.max_size))
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
+        check_of_leaves(self, h, ("b1", "b2", "factor_decay"))
         c1, c2 = (bias_correction(h[decay], h.get(name), steps) for name, decay in self.weights.items())
         given = {key: value for key, value in h.items() if key not in self.weights}
         unbias = {"unbias_mean": 1 / c1, "unbias_square": 1 / c2}

@@ -21,7 +21,7 @@ class Transformed(Optimizer):
 
     transform(h, w, g): h.<field> per leaf, parameters and gradient as lists of leaves -> the gradient that `inner` sees.
     reads: links of `inner` whose new values it takes besides, transform(h, w, g, z); h then has the fields of `inner` too.
-    Those links, and all before them in the chain, see the gradient as it is.
+    Those links, and all before them in the chain, see the gradient as it is. The parameters are none of them: they are w.
     linear_transform: its derivative in g is made of hyperparameters and parameters alone. entrywise_transform: how the
     parameters are divided into leaves makes no difference.
     """
@@ -77,6 +77,11 @@ class Transform(NamedTuple):
         for j, x in zip(self.blocks, seen, strict=True):
             result[j] = x
         return result
+
+
+def read_of(transforms: Sequence[Transform], j: int) -> set[str]:
+    """The links of a block that transformations read."""
+    return {name for f in transforms if j in f.blocks for name in f.reads}
 
 
 class Clip(Transformed):

@@ -12,7 +12,8 @@ from jax import Array
 
 from hypergrad._programs import owned
 from hypergrad.exact import to_ratio
-from hypergrad.optimizers.chain import Link
+from hypergrad.hypers import describe
+from hypergrad.optimizers.chain import Link, Optimizer
 from hypergrad.optimizers.expand import per_step_leaves
 from hypergrad.optimizers.partition import Layer
 from hypergrad.schedules import PerStep
@@ -26,13 +27,36 @@ def names_of(layers: tuple[Layer, ...]) -> list[str]:
 def weights_of(layer: Layer, state: dict[str, Any] | None) -> dict[str, Any]:
     """Those of a layer's rule that a run begins with: under its labels, where there are partitions around it."""
     found = {}
+    if layer.is_rule:
+        _check_decays(layer.optimizer)
     for name in layer.optimizer.weights if layer.is_rule and state else ():
         value = (state or {}).get(name)
         for label in layer.labels:
+            if not isinstance(value, (dict, type(None))):
+                raise ValueError(
+                    f"state[{name!r}] must be a dict with the labels of hg.partition, {label!r} among them, as in "
+                    f"Trained.state of such a run; got {describe(value)}. Without it, the rule's means begin anew."
+                )
             value = None if value is None else value.get(label)
         if value is not None:
             found[name] = value
     return found
+
+
+def _check_decays(rule: Optimizer) -> None:
+    """What is counted must be a field, whose decay some link has."""
+    name, decays = type(rule).__name__, {link.decay for link in rule.chain}
+    for entry, decay in rule.weights.items():
+        if decay not in rule.hyperparameters():
+            raise TypeError(
+                f"{name}.weights: {entry!r} counts {decay!r}, which is no field of the rule but made by `prepare`, if at "
+                "all. Only a decay that is given can be counted: make it a field."
+            )
+        if decay not in decays:
+            raise TypeError(
+                f"{name}.weights: {entry!r} counts {decay!r}, and no link of its chain decays by that. A chain of its own "
+                "needs `weights` of its own: what of {entry: decay} it has, or {}."
+            )
 
 
 def weights_after(layers: tuple[Layer, ...], state: dict[str, Any] | None, steps: int) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from hypergrad._isolation import barrier, isolated, wanting
 from hypergrad._mended import mending
 from hypergrad.batches import HostBatches
 from hypergrad.optimizers.block import Block, Floats
-from hypergrad.optimizers.chain import GRADIENT, STATISTICS
+from hypergrad.optimizers.chain import GRADIENT, STATISTICS, early
 from hypergrad.optimizers.expand import Hypers
-from hypergrad.optimizers.transform import Transform
+from hypergrad.optimizers.transform import Transform, read_of
 from hypergrad.run import drivers
 from hypergrad.run.cuts import InSegments
 from hypergrad.run.functions import Frozen, Functions
@@ -102,12 +102,8 @@ class Run(InSegments):
     def early(self) -> tuple[int, ...]:
         """Of each block, how many links move before the gradient is transformed: up to the last that a transformation
         reads."""
-        read = [{name for f in self.transforms if j in f.blocks for name in f.reads} for j in self.parameters]
-        read += [set()] * len(self.statistics)
-        return tuple(
-            max((i + 1 for i, link in enumerate(block.chain) if link.name in names), default=0)
-            for block, names in zip(self.blocks, read, strict=True)
-        )
+        read = [read_of(self.transforms, j) for j in range(len(self.blocks))]
+        return tuple(early(block.chain, names) for block, names in zip(self.blocks, read, strict=True))
 
     def isolated(self) -> "Run":
         """The same run, its gradients compiled apart from their derivatives on the way back too."""
