@@ -193,8 +193,8 @@ def _healthy(d: Diagnosis) -> str:
 
 
 def _exploding(d: Diagnosis) -> str:
-    norms = d.norms[PARAMS]
-    overflow = _first_finite(norms)
+    overflow = _first_finite(d.norms[PARAMS])
+    assert d.onset is not None and d.until is not None, "of what explodes"
     lost = f" Before step {overflow} it is beyond the range of its dtype, and the hypergradient is lost." if overflow else ""
     return (
         f"from step {d.onset} on, up to step {d.until}, training amplifies what it is given: going back over these steps, "
