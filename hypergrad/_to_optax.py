@@ -92,7 +92,7 @@ def _gradients(updates: Any, params: Any) -> list[Any]:
 
 def _laid_out(optimizer: Optimizer, params: Any, steps: int, state: Any) -> LaidOut:
     """No rule begins with the state: it is that of a loop which began without one."""
-    return lay_out(optimizer, params, steps, state, None, unbounded=False, begins=False)
+    return lay_out(optimizer, params, steps, state, None, unbounded=False, on_grid=False)
 
 
 def _at_present(optimizer: Optimizer, steps: int, params: Any, state: OptaxState) -> LaidOut:

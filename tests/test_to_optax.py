@@ -139,8 +139,14 @@ class Doubled(hg.HeavyBall):
         (lambda: Reads(hg.clip_by_global_norm(hg.AdamW(0.1, 0.5), 0.3)), None),
         (lambda: hg.with_gradient_link(Harmonic(0.5), bits=16), 3),
         (lambda: Doubled(0.1, 0.5), None),
+        (lambda: hg.Adam(0.1, hg.PerStep(jnp.array([0.1, 0.9, 0.9]))), None),
     ],
-    ids=["a transformation that reads links", "a link around many steps", "a rule that begins otherwise"],
+    ids=[
+        "a transformation that reads links",
+        "a link around many steps",
+        "a rule that begins otherwise",
+        "decays that jump",
+    ],
 )
 def test_so_has_a_loop_of_few_weights(make: Any, steps: Any) -> None:
     params, rule = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([[0.5], [0.1]])}, hg.to_optax(make(), steps)

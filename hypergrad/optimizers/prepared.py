@@ -28,13 +28,14 @@ class Prepared(NamedTuple):
     begun: frozenset[str] = frozenset()  # those that `begin` put in their place
 
 
-def prepared(stack: Stack, fields: Hypers, steps: int, dtype: np.dtype) -> Prepared:
-    """`expand`ed fields followed by the rule's `prepare`. dtype: what entries that are no floats become."""
+def prepared(stack: Stack, fields: Hypers, steps: int, dtype: np.dtype, on_grid: bool = True) -> Prepared:
+    """`expand`ed fields followed by the rule's `prepare`. dtype: what entries that are no floats become; on_grid: as
+    `lay_out` has it."""
     decays = {str(link.decay): link for link in stack.chain if link.decay}
     rule = stack.rule.optimizer
     own, around = _parts(stack, fields)
     h = {**prepare(rule, own, steps, dtype), **around}
-    h |= {key: jnp.zeros_like(h[key]) for key in _unfounded(stack) if key in h}
+    h |= {key: jnp.zeros_like(h[key]) for key in (_unfounded(stack) if on_grid else rule.bounds) if key in h}
     given = frozenset(name for name in decays if h[name] is fields.get(name))
     return Prepared({**h, **{name: ratio(link, h[name]) for name, link in decays.items() if name not in given}}, given)
 
