@@ -120,6 +120,11 @@ def check_params(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(check, params)
 
 
+def check_metric(metric: Any) -> None:
+    if not callable(metric):
+        raise TypeError(f"`metric` must be a function metric(params, theta, batch, state, hypers); got {describe(metric)}.")
+
+
 def check_steps(steps: Any, batches: Any) -> int:
     known = batches.steps if isinstance(batches, (Stacked, HostBatches)) else None
     if steps is None and known is None:

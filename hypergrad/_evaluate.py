@@ -246,7 +246,7 @@ def _real_scalar(name: str, function: Callable[[Any], Array], trained: Any) -> A
     shape, dtype = jnp.shape(value), jnp.result_type(value)
     if shape != () or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`{name}` must return one real float; got {dtype.name}{list(shape)}. Take its mean or sum.")
-    return value
+    return jnp.asarray(value)
 
 
 def _not_finite(value: float, grads: Any) -> str:

@@ -58,6 +58,7 @@ def set_up(problem: Problem, adjoint: Adjoint = Reversible(), throw: bool = True
         check_shapes_of_signals(traced.functions.signals.program.out, tuple(out.blocks), out.values, params)
     blocks = decided(out.blocks, of_one_step, out.values, seen)
     if metric is not None:
+        door.check_metric(metric)
         door.check_signature(CALL, metric, "hypers is the optimizer, as it is at that step.")
         of_parameters = tuple(block for block in blocks if block.of_parameters)
         traced = measured(traced, metric, optimizer, steps, of_parameters, out.values, jax.tree.structure(params))

@@ -13,6 +13,7 @@ import optax
 from jax import Array
 
 from hypergrad import _door as door
+from hypergrad._integers import as_int
 from hypergrad.hypers import describe, natural
 from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import PARAMS, Link, Optimizer, early
@@ -57,6 +58,7 @@ def to_optax(optimizer: Optimizer, steps: int | None = None) -> optax.GradientTr
     def update(updates: Any, state: OptaxState, params: Any = None, **_: Any) -> tuple[Any, OptaxState]:
         if params is None:
             raise ValueError("what hg.to_optax made needs the parameters: update(gradients, state, params).")
+        params = jax.tree.map(jnp.asarray, params)
         leaves, tree = jax.tree.flatten(params)
         given = _gradients(updates, params)
         out = _at_present(optimizer, steps, params, state)
@@ -193,7 +195,7 @@ def _checked(optimizer: Any) -> Optimizer:
 
 def _length(optimizer: Optimizer, steps: Any) -> int:
     """Of the schedules of an optimizer."""
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+    if steps is not None and (as_int(steps) is None or steps < 1):
         raise ValueError(f"`steps` of hg.to_optax must be an integer of at least 1; got {steps!r}.")
     schedules = [x for x in jax.tree.leaves(optimizer, is_leaf=lambda x: isinstance(x, PerStep)) if isinstance(x, PerStep)]
     lengths = {jnp.shape(x)[0] for x in jax.tree.leaves(schedules) if jnp.ndim(x)}

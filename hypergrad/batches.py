@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad._integers import as_int
 from hypergrad._programs import owned
 from hypergrad.errors import ReversalError
 
@@ -79,8 +80,8 @@ class HostBatches:
             first = load(0)
         except (IndexError, StopIteration) as e:
             raise ValueError(
-                "hg.host_batches has no batch for step 0: the source is empty, or an iterator that has run out. Pass a "
-                "function of the step, or a list."
+                f"hg.host_batches has no batch for step 0 ({type(e).__name__}: {e}): the source is empty, an iterator that "
+                "has run out, or a function that fails. Pass a function of the step, or a list."
             ) from e
         self.first = jax.tree.map(lambda x: jnp.array(_known(x), copy=True), first)
         self.like = [(path, x.shape, x.dtype) for path, x in jax.tree_util.tree_leaves_with_path(self.first)]
@@ -112,6 +113,12 @@ class HostBatches:
                     "last batch that is smaller."
                 )
         self._remember(t, functools.reduce(lambda crc, x: zlib.crc32(_bytes(x), crc), found, 0))
+        for x, (path, _, dtype) in zip(found, self.like, strict=True):
+            if x.dtype.kind in "iu" and x.dtype != dtype and not (x.astype(dtype) == x).all():
+                raise ValueError(
+                    f"batch{jax.tree_util.keystr(path)} of step {t} of hg.host_batches has integers beyond {dtype}, as "
+                    f"which JAX reads {x.dtype}: pass numbers that fit, or set jax_enable_x64."
+                )
         # Copied: a loader may fill the same memory again while the device still reads it.
         return [jnp.array(x, dtype, copy=True) for x, (_, _, dtype) in zip(found, self.like, strict=True)]
 
@@ -126,12 +133,12 @@ class HostBatches:
 
 def full_batch(data: Any) -> FullBatch:
     """t -> data: every step sees all of it. A pytree of arrays."""
-    return FullBatch(jax.tree.map(owned, data))
+    return FullBatch(_owned("hg.full_batch", data))
 
 
 def stacked(arrays: Any) -> Stacked:
     """t -> arrays[t]: the leading axis is the step, and its length gives `steps`. A pytree of arrays [steps, ...]."""
-    arrays = jax.tree.map(owned, arrays)
+    arrays = _owned("hg.stacked", arrays)
     _leading_axis("hg.stacked", arrays)
     return Stacked(arrays)
 
@@ -143,13 +150,16 @@ def minibatches(data: Any, batch_size: int, key: Array, replacement: bool = Fals
     pass sees each example once in an order of its own (swap-or-not shuffle, Hoang, Morris, Rogaway 2012: the row at a
     position is computed, no permutation is stored), and no rest is dropped: a batch may straddle two passes.
     """
-    data = jax.tree.map(owned, data)
+    data = _owned("hg.minibatches", data)
     size = _leading_axis("hg.minibatches", data)
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or not 1 <= batch_size <= size:
+    rows = as_int(batch_size)
+    if rows is None or not 1 <= rows <= size:
         raise ValueError(f"`batch_size` must be an integer from 1 to the {size} examples of `data`; got {batch_size!r}.")
-    if size * batch_size >= 2**31:
-        raise ValueError(f"{size} examples x batch_size {batch_size} overflows 32-bit positions; take smaller batches.")
-    return Minibatches(data, check_key(key), batch_size, replacement)
+    if size * rows >= 2**31:
+        raise ValueError(f"{size} examples x batch_size {rows} overflows 32-bit positions; take smaller batches.")
+    if not isinstance(replacement, (bool, np.bool_)):
+        raise TypeError(f"`replacement` of hg.minibatches must be True or False; got {replacement!r}.")
+    return Minibatches(data, check_key(key), rows, bool(replacement))
 
 
 def host_batches(source: Any) -> HostBatches:
@@ -190,9 +200,32 @@ def _bytes(x: np.ndarray) -> memoryview:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
+def _owned(name: str, data: Any) -> Any:
+    """Arrays of JAX, of data that is numbers."""
+
+    def one(path: Any, x: Any) -> Any:
+        of_numpy = isinstance(x, (np.ndarray, np.generic))
+        if eqx.is_array_like(x) and not (of_numpy and not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != bool):
+            return owned(x)
+        place = f"data{jax.tree_util.keystr(path)}"
+        kind = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
+        cure = " A function of the step is a source of batches by itself: pass it to hg.train as it is." * callable(x)
+        raise TypeError(f"{name} takes a pytree of arrays of numbers; {place} is {kind}.{cure}")
+
+    return jax.tree_util.tree_map_with_path(one, data)
+
+
 def check_key(key: Any) -> Array:
+    """One key, typed or of raw integers."""
     if not hasattr(key, "dtype"):
         raise TypeError(f"`key` must be a JAX key such as jax.random.key(0); got {type(key).__name__} {key!r}.")
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed and (key.dtype != np.uint32 or not key.ndim):
+        raise TypeError(f"`key` must be a JAX key such as jax.random.key(0); got {key.dtype}{list(key.shape)}.")
+    if lead := key.shape if typed else key.shape[:-1]:
+        raise ValueError(
+            f"`key` must be one key; got keys of shape {lead}. Take one of them, keys[0], or jax.vmap over them."
+        )
     return key
 
 

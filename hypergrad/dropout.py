@@ -5,11 +5,13 @@ Invariant: a unit counts as kept, its mask above 1/2, with probability 1 - rate,
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad.batches import check_key
 from hypergrad.hypers import Domain, describe
 from hypergrad.schedules import Knots, PerStep
 
@@ -27,14 +29,15 @@ def concrete_dropout(key: Array, x: Array, rate: Any, temperature: float = 0.1) 
             f"hg.concrete_dropout: `rate` is {rate!r}, which is no number. A loss reads what hg.natural(hypers) gives, "
             "through `theta`: there it finds an hg.PerStep as its value of one step."
         )
+    key = check_key(key)
+    if not eqx.is_array_like(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        raise TypeError(f"hg.concrete_dropout: `x` must be an array of floats; got {describe(x)}.")
     for name, value, high in (("rate", rate, 1.0), ("temperature", temperature, np.inf)):
         if not isinstance(value, jax.core.Tracer) and not np.all((np.asarray(value) > 0) & (np.asarray(value) < high)):
             raise ValueError(
                 f"hg.concrete_dropout: `{name}` must be {'in (0, 1)' if high == 1 else 'above 0'}; got {value!r}. "
                 "Without dropout, leave it out: at its ends a rate has no derivative."
             )
-    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-        raise TypeError(f"hg.concrete_dropout: `x` must be an array of floats; got {describe(x)}.")
     x = jnp.asarray(x)
     wide = jnp.promote_types(x.dtype, jnp.float32)  # of 16 bits, noise has too few levels for small rates
     rate = jnp.asarray(rate).astype(wide)

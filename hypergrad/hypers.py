@@ -19,6 +19,7 @@ from jax import Array
 from hypergrad._bounds import at_least
 from hypergrad._processes import divided, whole
 from hypergrad._shown import shown
+from hypergrad.batches import check_key
 from hypergrad.exact import substitute
 from hypergrad.schedules import spread
 
@@ -49,27 +50,48 @@ class Domain(eqx.Module):
         return jax.tree.map(self._constrain, values)
 
     def _constrain(self, u: Array) -> Array:
+        low, high = self.ends(u.dtype)
         if self.kind == "positive":
-            return jnp.exp(u)
+            furthest = [np.nextafter(np.asarray(math.log(end), u.dtype), np.zeros((), u.dtype)) for end in (low, high)]
+            return jnp.exp(substitute(u, jnp.clip(u, *furthest)))
         x = self.low + (self.high - self.low) * jax.nn.sigmoid(u)
-        low, high = (np.asarray(end, x.dtype) for end in (self.low, self.high))  # as they are rounded where they are added
-        return at_least(substitute(x, jnp.minimum(x, high)), float(low))  # the sum may round to more than its end
+        return at_least(substitute(x, jnp.clip(x, low, high)), float(low))  # the sum may round to more than its ends
+
+    def ends(self, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The least and the largest number of a type that the domain has."""
+        if self.kind == "positive":
+            return np.asarray(jnp.finfo(dtype).tiny, dtype), np.asarray(jnp.finfo(dtype).max, dtype)
+        low, high = np.asarray(self.low, dtype), np.asarray(self.high, dtype)
+        return (
+            np.nextafter(low, high) if float(low) < self.low else low,
+            np.nextafter(high, low) if float(high) > self.high else high,
+        )
+
+    def close(self, values: np.ndarray, dtype: Any) -> list[tuple[str, float, np.ndarray]]:
+        """(which end, where it is, which values are close to it)."""
+        low, high = map(float, self.ends(dtype))
+        if self.kind == "positive":
+            return [("lower", low, values < 4 * low), ("upper", high, values > high / 4)]
+        margin = 2.0**-12 * (high - low)
+        return [("lower", low, np.abs(values - low) < margin), ("upper", high, np.abs(values - high) < margin)]
 
 
 def positive(x: Any) -> Domain:
-    """x = exp(u), x > 0: learning rates, scales, penalties. float leaves of any shape, strictly positive."""
+    """x = exp(u), x > 0: learning rates, scales, penalties. float leaves of any shape, strictly positive. Wherever u goes, x
+    is a normal number of its type."""
     _reject_domains("positive", x)
     _check_leaves("positive", x, lambda v: (v > 0) & np.isfinite(v), "finite and > 0")
     return _representable(x, Domain(jax.tree.map(lambda v: jnp.log(_as_float(v)), x), "positive"), 0, math.inf)
 
 
 def unit_interval(x: Any) -> Domain:
-    """x = 2^-16 + (1 - 2^-15) sigmoid(u), in [2^-16, 1 - 2^-16]: momenta and decays, exactly what they can represent."""
+    """x = 2^-16 + (1 - 2^-15) sigmoid(u), in [2^-16, 1 - 2^-16]: momenta and decays, exactly what they can represent; in 16
+    bits as far as these go."""
     return _interval("unit_interval", x, _UNIT_MARGIN, 1 - _UNIT_MARGIN)
 
 
 def bounded(x: Any, low: float, high: float) -> Domain:
-    """x = low + (high - low) sigmoid(u), low < x < high."""
+    """x = low + (high - low) sigmoid(u), low <= x <= high; what is given must lie between them."""
     for end, value in (("low", low), ("high", high)):
         if not isinstance(value, numbers.Real):
             raise TypeError(
@@ -100,15 +122,14 @@ def at_bounds(hypers: Any) -> tuple[str, ...]:
     """
     found = []
     for path, domain in jax.tree_util.tree_leaves_with_path(hypers, is_leaf=is_domain):
-        if not is_domain(domain) or not math.isfinite(domain.low):
+        if not is_domain(domain) or domain.kind == "fixed":
             continue
-        margin = 2.0**-12 * (domain.high - domain.low)
         for inner, x in jax.tree_util.tree_leaves_with_path(domain.natural()):
             if divided(x):  # a process may ask alone
                 continue
-            values, where = np.asarray(x), "hypers" + hyper_path((*path, *inner))
-            for name, bound in (("lower", domain.low), ("upper", domain.high)):
-                if count := int(np.sum(np.abs(values - bound) < margin)):
+            values, where = np.asarray(x, np.float64), "hypers" + hyper_path((*path, *inner))
+            for name, bound, near in domain.close(values, x.dtype):
+                if count := int(np.sum(near)):
                     of = f"{count} of {values.size} values are" if values.size > 1 else "is"
                     found.append(f"{where}: {of} at the {name} bound {bound:.6g}")
     return tuple(found)
@@ -130,9 +151,11 @@ def split_fixed(hypers: Any) -> tuple[Any, Any]:
 
 def scatter(hypers: Any, key: Array, scale: float = 1.0) -> Any:
     """u + scale N(0, 1) in unconstrained coordinates: another start, for `hg.restarts`. What is `hg.fixed` stays."""
+    if not eqx.is_array_like(scale) or jnp.ndim(scale) or not _is_real(scale):
+        raise TypeError(f"`scale` of hg.scatter must be one real number; got {describe(scale)}.")
     learned, fixed_ = split_fixed(check_hypers(hypers))
     leaves, tree = jax.tree.flatten(learned)
-    keys = jax.random.split(key, len(leaves))
+    keys = jax.random.split(check_key(key), len(leaves))
     moved = [x + scale * jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
     return eqx.combine(jax.tree.unflatten(tree, moved), fixed_)
 

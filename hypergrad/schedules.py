@@ -12,6 +12,7 @@ import numpy as np
 import wadler_lindig  # what equinox prints with
 from jax import Array
 
+from hypergrad._integers import as_int
 from hypergrad._shown import shown
 
 
@@ -86,18 +87,24 @@ def knots(values: Any, steps: int, kind: str = "linear", positions: Any = None) 
     goes inside a domain and is spread in that domain's coordinates: `hg.positive(hg.knots(jnp.full(8, 0.1), 100))`
     interpolates logarithms, so it stays positive between its knots too.
     """
-    if kind not in _WEIGHTS:
+    if not isinstance(kind, str) or kind not in _WEIGHTS:
         raise ValueError(f"`kind` of hg.knots must be one of {', '.join(map(repr, _WEIGHTS))}; got {kind!r}.")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    length = as_int(steps)
+    if length is None or length < 1:
         raise ValueError(f"`steps` of hg.knots must be an integer of at least 1; got {steps!r}.")
+    steps = length
     at = None if positions is None else _checked_positions(positions, steps)
     for path, leaf in jax.tree_util.tree_leaves_with_path(values):
+        kind_of = jnp.result_type(leaf) if eqx.is_array_like(leaf) else None
+        if kind_of is None or not any(jnp.issubdtype(kind_of, real) for real in (jnp.floating, jnp.integer)):
+            got = kind_of or type(leaf).__name__
+            raise TypeError(f"hg.knots{jax.tree_util.keystr(path)} must be real numbers; got {got}.")
         where = f"hg.knots{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}"
         if jnp.ndim(leaf) == 0 or not 1 <= jnp.shape(leaf)[0] <= steps:
             raise ValueError(f"{where}; its leading axis counts the knots, from 1 to steps={steps}.")
         if at is not None and jnp.shape(leaf)[0] != len(at):
             raise ValueError(f"{where}, for {len(at)} positions: give one position for each knot.")
-    return Knots(values, steps, kind, at)
+    return Knots(jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), values), steps, kind, at)
 
 
 def _checked_positions(positions: Any, steps: int) -> tuple[float, ...]:

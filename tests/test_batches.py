@@ -10,6 +10,9 @@ import pytest
 import hypergrad as hg
 
 
+KEY = jax.random.key(0)
+
+
 @jax.jit
 def drawn(source, steps):
     # The source is an argument: its key is data, and another key compiles nothing.
@@ -170,3 +173,40 @@ def test_data_without_one_leading_axis_are_refused(make, data, text):
 def test_batch_sizes_outside_the_data_are_refused(batch_size):
     with pytest.raises(ValueError, match=rf"`batch_size` must be an integer from 1 to the 7 examples.*got {batch_size}"):
         hg.minibatches(jnp.arange(7), batch_size, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: hg.minibatches({"a": np.array(["x", "y"])}, 1, KEY), TypeError, r"data\['a'\] is an array of <U1"),
+        (lambda: hg.full_batch("rows"), TypeError, "hg.full_batch takes a pytree of arrays of numbers; data is a str"),
+        (lambda: hg.full_batch(lambda t: t), TypeError, "data is a function. A function of the step is a source"),
+        (lambda: hg.minibatches(np.ones(3), 1, jax.random.split(KEY, 2)), ValueError, r"got keys of shape \(2,\). Take one"),
+        (lambda: hg.minibatches(np.ones(3), 1, np.ones(2)), TypeError, r"must be a JAX key.*got float64\[2\]"),
+        (lambda: hg.minibatches(np.ones(3), 1, KEY, "no"), TypeError, "`replacement` of hg.minibatches must be True or"),
+        (lambda: hg.minibatches(np.ones(3), True, KEY), ValueError, "`batch_size` must be an integer from 1 to the 3"),
+    ],
+)
+def test_what_is_no_data_key_or_number_is_told(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_a_loader_that_fails_is_told_with_its_error():
+    with pytest.raises(ValueError, match=r"no batch for step 0 \(IndexError: list index out of range\)"):
+        hg.train(lambda w, theta, x: w * x, 1.0, hg.SGD(0.1), hg.host_batches(lambda t: [][t]), steps=2)
+
+
+def test_integers_that_do_not_fit_are_told():
+    batches = hg.host_batches([np.ones(3, int), np.full(3, 2**32 + 1)])
+    with pytest.raises(ValueError, match="of step 1 of hg.host_batches has integers beyond int32"):
+        hg.train(lambda w, theta, x: w * jnp.mean(x), 1.0, hg.SGD(0.1), batches)
+
+
+def test_integers_of_numpy_count():
+    source = hg.minibatches(np.arange(4), np.int64(2), KEY)
+    assert type(source.batch_size) is int and source(0).shape == (2,)
+    assert hg.Truncated(np.int64(3)) == hg.Truncated(3) and hg.Checkpointed(np.int32(2)) == hg.Checkpointed(2)
+    assert hg.knots(np.ones(2, np.float32), np.int64(4)) == hg.knots(np.ones(2, np.float32), 4)
+    with pytest.raises(ValueError, match="`checkpoints` must be None or an integer"):
+        hg.Checkpointed(True)

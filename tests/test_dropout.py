@@ -92,3 +92,12 @@ def test_small_and_large_rates_hold_in_16_bits(dtype: Any) -> None:
 def test_a_rate_is_a_number(rate: Any) -> None:
     with pytest.raises(TypeError, match=r"`rate` is .*which is no number\. A loss reads what hg\.natural\(hypers\) gives"):
         hg.concrete_dropout(KEY, jnp.ones(3), rate)
+
+
+def test_it_takes_one_key_and_floats() -> None:
+    x = jnp.ones(3)
+    for arguments, text in (((0, x, 0.5), "must be a JAX key"), ((KEY, {"a": x}, 0.5), "`x` must be an array of floats")):
+        with pytest.raises(TypeError, match=text):
+            hg.concrete_dropout(*arguments)
+    with pytest.raises(ValueError, match="must be one key"):
+        hg.concrete_dropout(jax.random.split(KEY, 3), x, 0.5)

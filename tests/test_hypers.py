@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import hypergrad as hg
+from hypergrad.hypers import at_bounds
 
 
 LOW, HIGH = -3.0, 5.0
 MARGIN = 2.0**-16
+KEY = jax.random.key(0)
 ANY_STORED = hnp.arrays(np.float32, 8, elements=st.floats(-80, 80, width=32, allow_subnormal=False))
 
 
@@ -161,6 +163,32 @@ def test_the_leaf_and_the_index_are_named():
 def test_what_is_no_real_number_is_refused(make, x):
     with pytest.raises(TypeError, match="a hyperparameter is a float or an array of floats"):
         make({"a": x})
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("u", [-1e4, -100.0, 100.0, 1e4])
+def test_no_stored_value_leaves_its_domain(dtype, u):
+    """In the numbers of its own type; and positive ones have a way back."""
+    within = {"positive": (0, np.inf), "unit_interval": (MARGIN, 1 - MARGIN), "bounded": (0.1, 0.7)}
+    for domain in (hg.positive(dtype(0.5)), hg.unit_interval(dtype(0.5)), hg.bounded(dtype(0.5), 0.1, 0.7)):
+        moved = with_stored(domain, dtype(min(u, 6e4)))
+        value, slope = jax.value_and_grad(lambda d: hg.natural(d).astype(jnp.float32))(moved)
+        low, high = within[domain.kind]
+        assert value.dtype == jnp.float32 and low <= float(value) <= high and np.isfinite(value)
+        assert np.isfinite(slope.unconstrained) and (slope.unconstrained > 0) == (domain.kind == "positive")
+        (said,) = at_bounds({"a": moved})
+        assert ("lower" if u < 0 else "upper") in said
+
+
+def test_another_start_takes_one_key_and_one_scale():
+    for key, error, text in (
+        (0, TypeError, "must be a JAX key"),
+        (jax.random.split(KEY, 3), ValueError, "one key; got keys"),
+    ):
+        with pytest.raises(error, match=text):
+            hg.scatter({"a": 0.1}, key)
+    with pytest.raises(TypeError, match="`scale` of hg.scatter must be one real number; got float32"):
+        hg.scatter({"a": 0.1}, KEY, jnp.ones(2))
 
 
 def test_no_value_of_an_interval_is_above_its_end():

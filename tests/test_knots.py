@@ -93,3 +93,16 @@ def test_positions_of_knots_are_not_learned() -> None:
 
 def test_integers_are_spread_as_floats() -> None:
     np.testing.assert_allclose(hg.natural(hg.fixed(hg.knots(jnp.array([0, 4]), 5))).values, [0, 1, 2, 3, 4], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "values", [jnp.array([True, False]), jnp.ones(2, complex), {"a": hg.PerStep(jnp.ones(2, bool))}, "ab"]
+)
+def test_knots_are_real_numbers(values: Any) -> None:
+    with pytest.raises(TypeError, match="must be real numbers; got"):
+        hg.knots(values, 4)
+
+
+def test_what_comes_third_is_the_kind() -> None:
+    with pytest.raises(ValueError, match=r"`kind` of hg.knots must be one of 'linear'.*got \[0, 3\]"):
+        hg.knots(jnp.ones(2), 4, [0, 3])

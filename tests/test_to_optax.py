@@ -299,3 +299,9 @@ def test_parameters_are_needed() -> None:
     rule = hg.to_optax(hg.SGD(0.1))
     with pytest.raises(ValueError, match=r"needs the parameters: update\(gradients, state, params\)"):
         rule.update(NET.params(), rule.init(NET.params()))
+
+
+def test_a_parameter_may_be_a_number() -> None:
+    rule = hg.to_optax(hg.HeavyBall(0.5, 0.5))
+    updates, _ = rule.update(1.0, rule.init(0.5), 0.5)
+    np.testing.assert_allclose(updates, -0.5)

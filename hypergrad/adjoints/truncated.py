@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
+from hypergrad._integers import as_int
 from hypergrad.adjoints.base import Adjoint, Cost
 from hypergrad.adjoints.capacity import Given, given
 from hypergrad.adjoints.reversible import Room, reversed_run
@@ -34,8 +35,10 @@ class Truncated(Adjoint):
     cuts = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.last, bool) or not isinstance(self.last, int) or self.last < 1:
+        last = as_int(self.last)
+        if last is None or last < 1:
             raise ValueError(f"`last` of hg.Truncated must be an integer of at least 1; got {self.last!r}.")
+        object.__setattr__(self, "last", last)
         object.__setattr__(self, "capacity", given(self.capacity))  # a value that can be hashed
 
     @property

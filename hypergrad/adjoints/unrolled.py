@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad import _programs as programs
+from hypergrad._integers import as_int
 from hypergrad._isolation import isolated, kernel_by_kernel
 from hypergrad._settings import own_settings
 from hypergrad.adjoints.base import Adjoint, Cost
@@ -74,8 +75,12 @@ class Checkpointed(Adjoint):
     fraction_bits: int | None = None
 
     def __post_init__(self) -> None:
-        if self.checkpoints is not None and (not isinstance(self.checkpoints, int) or self.checkpoints < 1):
+        if self.checkpoints is None:
+            return
+        count = as_int(self.checkpoints)
+        if count is None or count < 1:
             raise ValueError(f"`checkpoints` must be None or an integer of at least 1; got {self.checkpoints!r}.")
+        object.__setattr__(self, "checkpoints", count)
 
     def run(self, run: Run, inputs: Inputs) -> Outcome:
         self.driver_for(run.source)

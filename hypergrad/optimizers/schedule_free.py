@@ -4,13 +4,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from hypergrad.exact import FINE_DENOMINATOR
 from hypergrad.hypers import natural
 from hypergrad.optimizers.adam import SQUARE, bias_correction, root
 from hypergrad.optimizers.chain import PARAMS, Link, View
-from hypergrad.optimizers.expand import broadcast_prefix
+from hypergrad.optimizers.expand import broadcast_prefix, concrete
 from hypergrad.optimizers.gradient_link import GradientLinked
 from hypergrad.schedules import PerStep
 
@@ -62,6 +63,7 @@ class ScheduleFreeAdamW(GradientLinked):
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
         _check_constant(h["b1"].shape[0])
+        _check_share(h["b1"])
         rate = jnp.broadcast_to(h["learning_rate"], (steps, *h["learning_rate"].shape[1:]))
         largest = jax.lax.cummax(rate, axis=0)
         unit = jax.lax.stop_gradient(largest[-1:])  # which share does not depend on: all weights are 1 where rates are alike
@@ -88,7 +90,14 @@ def _average(y: Array, z: Array | None, b1: Any) -> Array:
     if isinstance(b1, PerStep):
         _check_constant(len(b1.values))
         b1 = b1.values[0]
+    _check_share(b1)
     return ((y - (1 - b1) * z) / b1).astype(y.dtype)
+
+
+def _check_share(b1: Any) -> None:
+    """Where its values are known."""
+    if concrete(b1) and not np.all((np.asarray(b1) > 0) & (np.asarray(b1) < 1)):
+        raise ValueError(f"hg.ScheduleFreeAdamW: `b1` must be in (0, 1), the share of x in y; got {b1!s}.")
 
 
 def _check_constant(steps: int) -> None:

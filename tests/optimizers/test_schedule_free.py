@@ -49,3 +49,12 @@ def test_leaves_of_another_rule_stay_as_they_are() -> None:
     found = hg.ScheduleFreeAdamW(0.1).averaged(PARAMS, {"base": {"a": PARAMS["a"], "b": None}})
     np.testing.assert_allclose(found["b"], PARAMS["b"])
     np.testing.assert_allclose(found["a"], PARAMS["a"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("b1", [0.0, 1.0, -0.5, 1.5])
+def test_b1_is_a_share(b1: float) -> None:
+    rule = hg.ScheduleFreeAdamW(0.1, b1=b1)
+    with pytest.raises(ValueError, match=r"`b1` must be in \(0, 1\), the share of x in y"):
+        hg.train(loss, PARAMS, rule, BATCHES, steps=3)
+    with pytest.raises(ValueError, match=r"`b1` must be in \(0, 1\)"):
+        rule.averaged(PARAMS, {"base": PARAMS})
