@@ -9,6 +9,7 @@ import numpy as np
 
 import hypergrad as hg
 from experiments._grammar import Shape
+from hypergrad.optimizers import Link, Optimizer
 
 
 RULES: dict[str, tuple[Any, float, tuple[str, ...]]] = {  # the rule, a rate that suits, its decays
@@ -42,8 +43,19 @@ def _by_turns(params: Any, labels: tuple[str, str]) -> Any:
     return jax.tree.unflatten(tree, [labels[i % 2] for i in range(len(leaves))])
 
 
+class _QuasiHyperbolic(Optimizer):
+    """w <- w - a (g + v) / 2, which has an inverse by a gradient link alone."""
+
+    learning_rate: Any
+    momentum: Any
+    chain = (
+        Link("velocity", lambda h, z, g: (1 - h.momentum) * g, decay="momentum"),
+        Link("params", lambda h, z, g: -h.learning_rate * (g + z.velocity) / 2),
+    )
+
+
 def _with_link(rate: Any, momentum: Any) -> Any:
-    return hg.with_gradient_link(hg.SGD(rate, momentum), 2)
+    return hg.with_gradient_link(_QuasiHyperbolic(rate, momentum), 2)
 
 
 _shampoo = functools.partial(hg.Shampoo, ridge=1e-2, eps=1e-4)
@@ -53,7 +65,7 @@ WIDE: dict[str, tuple[Any, float, tuple[str, ...]]] = {
     "Shampoo": (_shampoo, 0.03, ("momentum", "b2")),
     "Shampoo, held": (functools.partial(_shampoo, every=2, graft="adam"), 0.03, ("momentum", "b2")),
     "a partition": (_mixed, 0.03, ("momentum", "b2")),
-    "SGD with a gradient link": (_with_link, 0.3, ("momentum",)),
+    "a rule with a gradient link": (_with_link, 0.3, ("momentum",)),
 }  # fmt: skip
 DECAYS = (0.3, 0.75, 0.9, 0.97)
 TRANSFORMS = ("clip", "clip_by_global_norm", "add_decayed_weights", "freeze")
