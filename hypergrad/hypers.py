@@ -185,7 +185,10 @@ def describe_hypers(hypers: Any) -> dict[str, str]:
 def _digest(x: Any) -> str:
     if not eqx.is_array_like(x):
         return type(x).__name__
-    return str(x) if jnp.ndim(x) == 0 else hashlib.sha256(whole(x).tobytes()).hexdigest()[:16]
+    if jnp.ndim(x) == 0:
+        return str(x)
+    numbers = jax.random.key_data(x) if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) else x
+    return hashlib.sha256(whole(numbers).tobytes()).hexdigest()[:16]
 
 
 def describe_arrays(tree: Any) -> dict[str, str]:
