@@ -239,8 +239,8 @@ def _derived(function: Callable[..., Any], along: tuple[Any, ...], *rest: Any) -
 
 
 def key_today(program: Program) -> Key:
-    """The program's key; one that equals no other where it has a batching rule, which is no part of a key: a Python function,
-    too, that may read something else at the next call."""
+    """The program's key; one that equals no other where it has a batching rule, which is no part of a key and may read
+    something else at the next call."""
     return Key((object(),)) if any(map(own_batching, equations(program.jaxpr))) else program.key
 
 
