@@ -53,14 +53,14 @@ class Descent:
         """One update; a line search evaluates in it, and what fails there is a value that it turns away from."""
         ledger = self.evaluation.ledger
         ledger.clear()
-        arguments = point, fixed, evaluated.value, evaluated.grads, key
+        arguments = point, fixed, evaluated.value, evaluated.grads, key, evaluated.ok
         with listen(ledger):
             after, reports = jax.block_until_ready(self.evaluation.compiled(self._update, *arguments)(*arguments))
             programs.told(reports)
         return self(point, fixed, evaluated, key) if self.evaluation.grown() else after
 
-    def _update(self, point: Point, fixed: Any, value: Array, grads: Any, key: Array) -> Point:
-        return self._updated(point, value, grads, lambda h: self.evaluation.value(h, fixed, key))
+    def _update(self, point: Point, fixed: Any, value: Array, grads: Any, key: Array, ok: Array) -> Point:
+        return self._updated(point, value, grads, lambda h: self.evaluation.value(h, fixed, key, ok))
 
     def _updated(self, point: Point, value: Array, grads: Any, value_fn: Any) -> Point:
         # Transformations that search along a line take the last three; the others let them pass.

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad import _programs as programs
-from hypergrad._average import Evaluated, averaged
+from hypergrad._average import Evaluated, averaged, mean, wide
 from hypergrad._door import calling, check_signature
 from hypergrad._needs import MUCH, Ask, Guessed, Need, fitted
 from hypergrad._placement import mesh_in_force, sharding_of
@@ -92,10 +92,14 @@ class Evaluation:
         result = jax.block_until_ready(averaged(results, self.seeds, self.robust))
         return self._evaluated(learned, fixed, key) if self.grown() else (result, self._failure(result))
 
-    def value(self, learned: Any, fixed: Any, key: Array) -> Array:
-        """The mean value alone, of all seeds: what a line search calls, inside of its compiled code."""
+    def value(self, learned: Any, fixed: Any, key: Array, ok: Array) -> Array:
+        """The mean value alone, of the seeds that are ok where the line search that calls it starts, or NaN: as it compares
+        the two, they are of the same seeds. Inside of its compiled code."""
         one = lambda k: self.objective(learned, fixed, k)[0]  # noqa: E731
-        return one(key) if self.seeds == 1 else jnp.mean(jax.vmap(one)(jax.random.split(key, self.seeds)))
+        if self.seeds == 1:
+            return one(key)
+        values = jax.vmap(one)(jax.random.split(key, self.seeds))
+        return mean(values, ok.astype(wide(values)))
 
     def _side_by_side(self, learned: Any, fixed: Any, keys: Array) -> list[Any]:
         workers = self._workers(learned, fixed)
@@ -246,7 +250,7 @@ def _real_scalar(name: str, function: Callable[[Any], Array], trained: Any) -> A
     shape, dtype = jnp.shape(value), jnp.result_type(value)
     if shape != () or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`{name}` must return one real float; got {dtype.name}{list(shape)}. Take its mean or sum.")
-    return value
+    return jnp.asarray(value)
 
 
 def _not_finite(value: float, grads: Any) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from hypergrad._average import widened
+from hypergrad._average import norm
 from hypergrad._checkpoint import Folder
 from hypergrad._descent import Descent, Point
 from hypergrad._evaluate import Evaluation, default_key
@@ -36,8 +36,7 @@ Callback = Callable[[MetaStep], Any]
 @jax.jit  # one program; called eagerly, one for each operation
 def _norms(grads: Any) -> tuple[Array, Any]:
     """Of all, and of each leaf."""
-    grads = widened(grads)
-    return optax.tree.norm(grads), jax.tree.map(optax.tree.norm, grads)
+    return norm(grads), jax.tree.map(norm, grads)
 
 
 class Result(NamedTuple):
@@ -141,12 +140,12 @@ class MetaLoop:
             raise failure
         if step == 0 and failure is None:
             warn_unused(evaluated.grads)
-        status, (norm, norms) = self.evaluation.ledger.summary(), _norms(evaluated.grads)
+        status, (length, lengths) = self.evaluation.ledger.summary(), _norms(evaluated.grads)
         done = MetaStep(
-            step, float(evaluated.value), float(norm), 0.0, status, float(status.bits) if status else 0.0,
+            step, float(evaluated.value), float(length), 0.0, status, float(status.bits) if status else 0.0,
             eqx.combine(point.learned, fixed), float(evaluated.value_error), float(evaluated.gradient_error),
             int(np.sum(~evaluated.ok)), float(evaluated.monitor),
-            {hyper_name(path): float(x) for path, x in jax.tree_util.tree_leaves_with_path(norms)},
+            {hyper_name(path): float(x) for path, x in jax.tree_util.tree_leaves_with_path(lengths)},
             int(evaluated.clipped), worst_growth(self.evaluation.ledger),
         )  # fmt: skip
         self.stability.tell(done, self.evaluation.ledger, history)
