@@ -3,6 +3,7 @@
 Invariant: `natural(positive(x)) == x` up to rounding, and every unconstrained value maps into the domain.
 """
 
+import collections
 import hashlib
 import math
 import numbers
@@ -164,6 +165,13 @@ def hyper_path(path: Any) -> str:
 def hyper_name(path: Any) -> str:
     """The same as a name for records and curves: "l2/hidden/w", and "hypers" for a hyperparameter that is all there is."""
     return jax.tree_util.keystr(_as_written(path), simple=True, separator="/") or "hypers"
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """(name, leaf) of each: its `hyper_name`, and where that is another's too, its `hyper_path`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    names = collections.Counter(hyper_name(path) for path, _ in leaves)
+    return [(name if names[name := hyper_name(path)] == 1 else hyper_path(path), x) for path, x in leaves]
 
 
 def _as_written(path: Any) -> tuple[Any, ...]:
