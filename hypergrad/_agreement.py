@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from hypergrad._average import widened
+from hypergrad._average import norm, widened
 from hypergrad._differences import central, check_like, check_step, extrapolated, moved
 from hypergrad._evaluate import default_key, objective
 from hypergrad._optimize import hypergradient
@@ -176,7 +176,7 @@ def check_smoothness(
     start, gradient = hypergradient(train_fn, val_fn, hypers, key)
     slopes, _ = split_fixed(gradient)
     steepest = jax.tree.map(lambda g, unit: g / unit, slopes, _units(hypers))
-    largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(steepest) if x.size)
+    largest = max((float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(steepest) if x.size), default=0.0)
     if largest == 0:
         raise ValueError(
             "hg.check_smoothness has no direction to follow: the hypergradient is zero. Does `val_fn` use what was trained, "
@@ -203,7 +203,7 @@ def _ends(train_fn: Any, val_fn: Any, there: Any, fixed: Any, key: Array | None,
     except (HypergradError, jax.errors.JaxRuntimeError):
         return math.nan, math.nan
     slopes, other = widened((slopes, split_fixed(gradient)[0]))
-    both = float(optax.tree.norm(slopes)) * float(optax.tree.norm(other))
+    both = float(norm(slopes)) * float(norm(other))
     magnitude = jax.tree.map(lambda g: jnp.abs(g), slopes)
     same = _dot(magnitude, jax.tree.map(lambda a, b: jnp.asarray(jnp.sign(a) == jnp.sign(b), a.dtype), slopes, other))
     return _dot(slopes, other) / max(both, 1e-300), same / max(float(optax.tree.sum(magnitude)), 1e-300)

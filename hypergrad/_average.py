@@ -43,11 +43,11 @@ def averaged(groups: list[Any], seeds: int, robust: bool) -> Evaluated:
     if seeds == 1:  # as it is, for an error to show
         nan = jnp.full_like(values[0], jnp.nan)
         return Evaluated(values[0], jax.tree.map(lambda g: g[0], grads), monitors[0], nan, nan, values, ok, jnp.int32(0))
-    even = ok.astype(_wide(values))
+    even = ok.astype(wide(values))
     weights = _weights(grads, ok).astype(even.dtype) if robust else even
-    value, monitor = (_mean(x, even) for x in (values, monitors))
-    error = optax.tree.norm(jax.tree.map(lambda g: _standard_error(g, weights), grads))
-    grads = jax.tree.map(lambda g: _mean(g, weights), grads)
+    value, monitor = (mean(x, even) for x in (values, monitors))
+    error = norm(jax.tree.map(lambda g: _standard_error(g, weights), grads))
+    grads = jax.tree.map(lambda g: mean(g, weights), grads)
     return Evaluated(
         value,
         grads,
@@ -62,23 +62,23 @@ def averaged(groups: list[Any], seeds: int, robust: bool) -> Evaluated:
 
 def _weights(grads: Any, ok: Array) -> Array:
     """[seeds], 0 where not ok. Without a median to compare with (0: most do not depend on anything) all count the same."""
-    norms = jax.vmap(_norm)(grads)
+    norms = jax.vmap(norm)(grads)
     most = MOST * jnp.nanmedian(jnp.where(ok, norms, jnp.nan))
     too_long = (norms > most) & (most > 0)
     return jnp.where(ok, jnp.where(too_long, jnp.square(most / norms), 1), 0)
 
 
-def _norm(tree: Any) -> Array:
-    """Of a tree, without the square of anything large: a hypergradient that explodes would overflow."""
+def norm(tree: Any) -> Array:
+    """Of a tree, without the square of anything large or small: of a hypergradient that explodes it would overflow."""
     leaves = [x for x in jax.tree.leaves(widened(tree)) if x.size]
     if not leaves:
         return jnp.zeros(())
     largest = jnp.stack([jnp.max(jnp.abs(x)) for x in leaves]).max()
-    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    unit = _unit(largest)
     return unit * optax.tree.norm([x / unit for x in leaves])
 
 
-def _mean(x: Array, weights: Array) -> Array:
+def mean(x: Array, weights: Array) -> Array:
     """Over what has a weight, NaN where nothing has."""
     return _wide_mean(x, weights).astype(x.dtype)
 
@@ -91,19 +91,27 @@ def _wide_mean(x: Array, weights: Array) -> Array:
 def _standard_error(x: Array, weights: Array) -> Array:
     """Sample deviation / sqrt(n) of the mean of the n that have a weight; NaN where n < 2. In float32 at least."""
     w, n = _along(weights, x), jnp.sum(weights > 0)
-    squares = jnp.sum(jnp.square(w * (x - _wide_mean(x, weights))), axis=0, where=w > 0)
-    return jnp.where(n > 1, jnp.sqrt(squares * n / jnp.maximum(n - 1, 1)) / jnp.sum(weights), jnp.nan).astype(w.dtype)
+    off = jnp.where(w > 0, w * (x - _wide_mean(x, weights)), 0)
+    unit = _unit(jnp.max(jnp.abs(off), axis=0))
+    squares = jnp.sum(jnp.square(off / unit), axis=0)
+    error = unit * (jnp.sqrt(squares * n / jnp.maximum(n - 1, 1)) / jnp.sum(weights))
+    return jnp.where(n > 1, error, jnp.nan).astype(w.dtype)
+
+
+def _unit(largest: Array) -> Array:
+    """To count in where squares are taken, which neither overflow then nor vanish."""
+    return jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
 
 
 def _along(weights: Array, x: Array) -> Array:
-    return weights.reshape(-1, *(1,) * (x.ndim - 1)).astype(_wide(x))
+    return weights.reshape(-1, *(1,) * (x.ndim - 1)).astype(wide(x))
 
 
 def widened(tree: Any) -> Any:
     """In float32 at least: a norm or product of what has 16 bits may overflow."""
-    return jax.tree.map(lambda x: x.astype(_wide(x)), tree)
+    return jax.tree.map(lambda x: x.astype(wide(x)), tree)
 
 
-def _wide(x: Array) -> Any:
+def wide(x: Array) -> Any:
     """What sums are computed in: that of numbers of 16 bits may overflow where their mean does not."""
     return jnp.promote_types(x.dtype, jnp.float32)

@@ -3,19 +3,18 @@
 Invariant: a `Descent` made of the same arguments has the same `fingerprint`, in any process.
 """
 
-import hashlib
-import re
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
 
 from hypergrad import _programs as programs
 from hypergrad._average import Evaluated
 from hypergrad._evaluate import Evaluation
+from hypergrad._record_prints import print_of_program
 from hypergrad._report import listen
 
 
@@ -41,7 +40,9 @@ class Descent:
         self.meta_optimizer, self.evaluation = optax.with_extra_args_support(meta_optimizer), evaluation
 
     def start(self, learned: Any) -> Point:
-        return Point(learned, self.meta_optimizer.init(learned))
+        """With numbers of Python in the state as arrays: of the same type at every update, and from a folder."""
+        state = self.meta_optimizer.init(learned)
+        return Point(learned, jax.tree.map(lambda x: _array(x) if eqx.is_array_like(x) else x, state))
 
     def one_key(self, point: Point) -> bool:
         """Whether every meta-step must see the same key."""
@@ -52,14 +53,14 @@ class Descent:
         """One update; a line search evaluates in it, and what fails there is a value that it turns away from."""
         ledger = self.evaluation.ledger
         ledger.clear()
-        arguments = point, fixed, evaluated.value, evaluated.grads, key
+        arguments = point, fixed, evaluated.value, evaluated.grads, key, evaluated.ok
         with listen(ledger):
             after, reports = jax.block_until_ready(self.evaluation.compiled(self._update, *arguments)(*arguments))
             programs.told(reports)
         return self(point, fixed, evaluated, key) if self.evaluation.grown() else after
 
-    def _update(self, point: Point, fixed: Any, value: Array, grads: Any, key: Array) -> Point:
-        return self._updated(point, value, grads, lambda h: self.evaluation.value(h, fixed, key))
+    def _update(self, point: Point, fixed: Any, value: Array, grads: Any, key: Array, ok: Array) -> Point:
+        return self._updated(point, value, grads, lambda h: self.evaluation.value(h, fixed, key, ok))
 
     def _updated(self, point: Point, value: Array, grads: Any, value_fn: Any) -> Point:
         # Transformations that search along a line take the last three; the others let them pass.
@@ -72,6 +73,9 @@ class Descent:
         """A digest of the update as a program, its constants included: the same for the same meta-optimizer."""
         bowl = lambda h: sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(h))  # noqa: E731
         program = jax.make_jaxpr(lambda p, v, g: self._updated(p, v, g, bowl))(point, jnp.float32(0), point.learned)
-        text = re.sub(r"0x[0-9a-f]+", "", str(program.jaxpr))  # addresses of functions
-        constants = b"".join(np.asarray(x).tobytes() for x in program.consts)
-        return hashlib.sha256(text.encode() + constants).hexdigest()
+        return print_of_program(program.jaxpr, program.consts)
+
+
+def _array(x: Any) -> Array:
+    strong = isinstance(x, jax.Array) and not getattr(x, "weak_type", False)
+    return x if strong else jnp.array(x, jnp.result_type(x))  # an explicit dtype is never weak, as none from a folder is

@@ -9,10 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax import Array
 
-from hypergrad._average import widened
+from hypergrad._average import norm
 from hypergrad._evaluate import default_key, objective
 from hypergrad._report import ENTERED, Norms, Trace, probe
 from hypergrad.adjoints.second_order import check_symmetric
@@ -91,8 +90,8 @@ def diagnose(
         )
     for trace in traces:
         check_symmetric(trace.asymmetry, [np.float32])
-    norm = float(optax.tree.norm(widened(grads)))
-    worst = max((judge(t, float(value), norm, len(traces)) for t in traces), key=_badness)
+    length = float(norm(grads))
+    worst = max((judge(t, float(value), length, len(traces)) for t in traces), key=_badness)
     known = [x for x in excesses if np.isfinite(x).any()]
     return worst._replace(excess=max(known, key=np.nanmax) if known else None)
 

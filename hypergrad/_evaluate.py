@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad import _programs as programs
-from hypergrad._average import Evaluated, averaged
+from hypergrad._average import Evaluated, averaged, mean, wide
 from hypergrad._door import calling, check_signature
 from hypergrad._needs import MUCH, Ask, Guessed, Need, fitted
 from hypergrad._placement import mesh_in_force, sharding_of
@@ -92,10 +92,26 @@ class Evaluation:
         result = jax.block_until_ready(averaged(results, self.seeds, self.robust))
         return self._evaluated(learned, fixed, key) if self.grown() else (result, self._failure(result))
 
-    def value(self, learned: Any, fixed: Any, key: Array) -> Array:
-        """The mean value alone, of all seeds: what a line search calls, inside of its compiled code."""
+    def value(self, learned: Any, fixed: Any, key: Array, ok: Array) -> Array:
+        """The mean value alone, of the seeds that are ok where the line search that calls it starts, or NaN: as it compares
+        the two, they are of the same seeds. Inside of its compiled code."""
         one = lambda k: self.objective(learned, fixed, k)[0]  # noqa: E731
-        return one(key) if self.seeds == 1 else jnp.mean(jax.vmap(one)(jax.random.split(key, self.seeds)))
+        if self.seeds == 1:
+            return self._searched(lambda: one(key))
+        values = self._searched(lambda: jax.vmap(one)(jax.random.split(key, self.seeds)))
+        return mean(values, ok.astype(wide(values)))
+
+    def _searched(self, evaluate: Callable[[], Array]) -> Array:
+        """evaluate(), which JAX traces; where all else ran from Python, that may be what fails."""
+        try:
+            return evaluate()
+        except Exception as error:
+            if not self.jit:
+                error.add_note(
+                    "(in a line search of hg.optimize, which evaluates in compiled code, with jit=False too: take a "
+                    "meta_optimizer that does not search, such as optax.adam(0.04), or functions that JAX can trace)"
+                )
+            raise
 
     def _side_by_side(self, learned: Any, fixed: Any, keys: Array) -> list[Any]:
         workers = self._workers(learned, fixed)
@@ -258,6 +274,16 @@ def _not_finite(value: float, grads: Any) -> str:
         f"the hypergradient{of} is not finite. Long or unstable training makes derivatives explode: lower the learning "
         "rates or the steps, clip with optax.clip_by_global_norm, or pass skip_nonfinite=True to hg.optimize."
     )
+
+
+def reject_traced(what: str, given: Any) -> None:
+    """given: hyperparameters, or a key."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
+        raise ValueError(
+            f"{what} runs from Python and needs numbers; hyperparameters or `key` are traced, as under jax.jit, jax.vmap or "
+            "jax.grad. Call it outside of them, or differentiate there by jax.value_and_grad of "
+            "val_fn(train_fn(hg.natural(hypers), key))."
+        )
 
 
 def default_key(key: Array | None) -> Array:

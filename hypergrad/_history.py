@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from hypergrad import errors
@@ -16,7 +15,7 @@ from hypergrad._forms import misfit, number, shown, text
 from hypergrad._forms import natural as is_natural
 from hypergrad._processes import divided
 from hypergrad.errors import Status
-from hypergrad.hypers import at_bounds, hyper_name, natural, split_fixed
+from hypergrad.hypers import at_bounds, named_leaves, natural, split_fixed
 
 
 class MetaStep(NamedTuple):
@@ -75,9 +74,9 @@ def summaries(hypers: Any) -> dict[str, Any]:
     Nothing of one that is divided among processes: one of them may ask alone.
     """
     found: dict[str, Any] = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(natural(split_fixed(hypers)[0])):
+    for name, x in named_leaves(natural(split_fixed(hypers)[0])):
         if divided(x):
-            found[hyper_name(path)] = {}
+            found[name] = {}
             continue
         values = np.asarray(x, np.float64).reshape(-1)
         many = (
@@ -85,7 +84,7 @@ def summaries(hypers: Any) -> dict[str, Any]:
             if values.size
             else {}
         )
-        found[hyper_name(path)] = {k: _json(float(v)) for k, v in many.items()} if np.ndim(x) else _json(float(values[0]))
+        found[name] = {k: _json(float(v)) for k, v in many.items()} if np.ndim(x) else _json(float(values[0]))
     return found
 
 

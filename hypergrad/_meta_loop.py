@@ -5,9 +5,10 @@ Invariant: the history of a run that was killed and resumed is that of a run tha
 
 import contextlib
 import math
+import operator
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,17 +18,17 @@ import numpy as np
 import optax
 from jax import Array
 
-from hypergrad._average import widened
+from hypergrad._average import norm
 from hypergrad._checkpoint import Folder
 from hypergrad._descent import Descent, Point
-from hypergrad._evaluate import Evaluation, default_key
+from hypergrad._evaluate import Evaluation, default_key, reject_traced
 from hypergrad._history import MetaStep, best, recorded, restored
 from hypergrad._processes import whole
 from hypergrad._run_record import Run, library_version
 from hypergrad._safe_files import Damaged
 from hypergrad._stability import Stability, worst_growth
 from hypergrad.callbacks import StopOnGrowth
-from hypergrad.hypers import check_hypers, describe_arrays, describe_hypers, hyper_name, hyper_path, split_fixed
+from hypergrad.hypers import check_hypers, describe_arrays, describe_hypers, hyper_path, named_leaves, split_fixed
 
 
 Callback = Callable[[MetaStep], Any]
@@ -36,8 +37,7 @@ Callback = Callable[[MetaStep], Any]
 @jax.jit  # one program; called eagerly, one for each operation
 def _norms(grads: Any) -> tuple[Array, Any]:
     """Of all, and of each leaf."""
-    grads = widened(grads)
-    return optax.tree.norm(grads), jax.tree.map(optax.tree.norm, grads)
+    return norm(grads), jax.tree.map(norm, grads)
 
 
 class Result(NamedTuple):
@@ -68,14 +68,18 @@ class MetaLoop:
         diagnose: bool = True,
         stop_on_growth: bool = True,
     ) -> None:
-        _check_arguments(meta_steps, meta_optimizer, seeds_per_step, callbacks, aggregate)
+        meta_steps, seeds_per_step = _count("meta_steps", meta_steps), _count("seeds_per_step", seeds_per_step)
+        self.callbacks = _listed(callbacks)
+        _check_arguments(meta_optimizer, aggregate)
         self.evaluation = Evaluation(train_fn, val_fn, monitor_fn, seeds=seeds_per_step, jit=jit, watch=diagnose)
         self.descent = Descent(meta_optimizer, self.evaluation)
         self.aggregate = aggregate
-        self.meta_steps, self.callbacks, self.skip_nonfinite = meta_steps, list(callbacks), skip_nonfinite
-        self.guard = None if any(isinstance(c, StopOnGrowth) for c in callbacks) or not stop_on_growth else StopOnGrowth()
+        self.meta_steps, self.skip_nonfinite = meta_steps, skip_nonfinite
+        guarded = any(isinstance(c, StopOnGrowth) for c in self.callbacks)
+        self.guard = None if guarded or not stop_on_growth else StopOnGrowth()
         self.callbacks += [self.guard] if self.guard else []
         self.key = default_key(key)
+        reject_traced("hg.optimize", self.key)
         self.identity = {
             "library version": library_version(),
             "key": str(jax.random.key_data(self.key) if jnp.issubdtype(self.key.dtype, jax.dtypes.prng_key) else self.key),
@@ -86,6 +90,7 @@ class MetaLoop:
 
     def run(self, hypers: Any, checkpoint: Any) -> Result:
         hypers = check_hypers(hypers)
+        reject_traced("hg.optimize", hypers)
         learned, fixed = split_fixed(hypers)
         history: list[MetaStep] = []
         self.stability = Stability()
@@ -141,12 +146,12 @@ class MetaLoop:
             raise failure
         if step == 0 and failure is None:
             warn_unused(evaluated.grads)
-        status, (norm, norms) = self.evaluation.ledger.summary(), _norms(evaluated.grads)
+        status, (length, lengths) = self.evaluation.ledger.summary(), _norms(evaluated.grads)
         done = MetaStep(
-            step, float(evaluated.value), float(norm), 0.0, status, float(status.bits) if status else 0.0,
+            step, float(evaluated.value), float(length), 0.0, status, float(status.bits) if status else 0.0,
             eqx.combine(point.learned, fixed), float(evaluated.value_error), float(evaluated.gradient_error),
             int(np.sum(~evaluated.ok)), float(evaluated.monitor),
-            {hyper_name(path): float(x) for path, x in jax.tree_util.tree_leaves_with_path(norms)},
+            {name: float(x) for name, x in named_leaves(lengths)},
             int(evaluated.clipped), worst_growth(self.evaluation.ledger),
         )  # fmt: skip
         self.stability.tell(done, self.evaluation.ledger, history)
@@ -230,17 +235,28 @@ def _check_start(folder: Folder, there: Any, here: Any) -> None:
             )
 
 
-def _check_arguments(meta_steps: Any, meta_optimizer: Any, seeds: Any, callbacks: Any, aggregate: Any) -> None:
-    for name, value in (("meta_steps", meta_steps), ("seeds_per_step", seeds)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"`{name}` must be an integer of at least 1; got {value!r}.")
+def _count(name: str, value: Any) -> int:
+    """An integer of Python, whatever kind of integer it was given as."""
+    with contextlib.suppress(TypeError):
+        if not isinstance(value, bool) and operator.index(value) >= 1:
+            return operator.index(value)
+    raise ValueError(f"`{name}` must be an integer of at least 1; got {value!r}.")
+
+
+def _listed(callbacks: Any) -> list[Callback]:
+    """All of them, of an iterator that gives each once, too."""
+    given = list(callbacks) if isinstance(callbacks, Iterable) and not callable(callbacks) else None
+    if given is None or not all(callable(c) and not isinstance(c, type) for c in given):
+        raise TypeError(
+            "`callbacks` must be a sequence of functions of a MetaStep, classes called: callbacks=[hg.callbacks.Progress()]."
+        )
+    return given
+
+
+def _check_arguments(meta_optimizer: Any, aggregate: Any) -> None:
     if not (hasattr(meta_optimizer, "init") and hasattr(meta_optimizer, "update")):
         raise TypeError(
             f"`meta_optimizer` must be an optax transformation like optax.adam(0.04); got {type(meta_optimizer).__name__}."
-        )
-    if callable(callbacks) or not all(callable(c) and not isinstance(c, type) for c in callbacks):
-        raise TypeError(
-            "`callbacks` must be a sequence of functions of a MetaStep, classes called: callbacks=[hg.callbacks.Progress()]."
         )
     if aggregate not in (None, "clipped", "mean"):
         raise ValueError(f'`aggregate` must be "clipped", "mean", or None for what suits meta_optimizer; got {aggregate!r}.')

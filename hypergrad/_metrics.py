@@ -16,7 +16,7 @@ from hypergrad import _programs as programs
 from hypergrad._closures import name_in, name_of
 from hypergrad._mended import mended
 from hypergrad._programs import Program
-from hypergrad._trace import Traced, rules_of
+from hypergrad._trace import Traced, key_today, rules_of
 from hypergrad.hypers import describe
 from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import PARAMS, Optimizer
@@ -60,7 +60,7 @@ def measured(
     places = tuple(next((i for i, y in enumerate(captured) if x is y), None) for x in held)
     rest = [x for x, place in zip(held, places, strict=True) if place is None]
     _reject_traced(metric, rest)
-    kernels = Program(mended(program.jaxpr), program.key, program.out)
+    kernels = Program(mended(program.jaxpr), key_today(program), program.out)
     found = Metrics(kernels, places, len(leaves), rules_of(metric, program, held, arguments))
     return _among(traced, found, leaves, stepped, rest)
 

@@ -3,7 +3,7 @@
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from hypergrad._evaluate import Evaluation, default_key
+from hypergrad._evaluate import Evaluation, default_key, reject_traced
 from hypergrad._meta_loop import Callback, MetaLoop, Result, warn_unused
 from hypergrad.errors import HypergradError
 from hypergrad.hypers import check_hypers, split_fixed
@@ -30,6 +30,7 @@ def hypergradient(
     fails or the gradient is not finite.
     """
     hypers = check_hypers(hypers)
+    reject_traced("hg.hypergradient", (hypers, key))
     learned, fixed = split_fixed(hypers)
     evaluated, failure = Evaluation(train_fn, val_fn, jit=False)(learned, fixed, default_key(key))
     if failure is not None:
@@ -97,6 +98,7 @@ def restarts(
     training fails is left out with a warning; the error is raised if all fail.
     """
     loop = MetaLoop(train_fn, val_fn, **options)
+    starts = _checked(starts)
     results: list[Result] = []
     failures: list[HypergradError] = []
     for i, start in enumerate(starts):
@@ -111,6 +113,24 @@ def restarts(
     if not results:
         raise failures[0] if failures else ValueError("`starts` of hg.restarts is empty.")
     return sorted(results, key=lambda result: result.best.judged)
+
+
+def _checked(starts: Any) -> list[Any]:
+    """All of them, before the first runs: the results of those before a bad one would be lost."""
+    one = isinstance(starts, (Mapping, str)) or eqx.is_array_like(starts) or hasattr(starts, "_fields")
+    if one or not isinstance(starts, Iterable):
+        raise TypeError(
+            f"`starts` of hg.restarts must be a list of hypers, one for each start; got {type(starts).__name__}. Write "
+            "[hypers] for a single one."
+        )
+    starts = list(starts)
+    for i, start in enumerate(starts):
+        try:
+            check_hypers(start)
+        except (TypeError, ValueError) as error:
+            error.add_note(f"(start {i} of hg.restarts; none has run)")
+            raise
+    return starts
 
 
 def _zeros_like(fixed: Any) -> Any:

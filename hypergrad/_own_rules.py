@@ -1,4 +1,4 @@
-"""Which equations of a loss declare a derivative that is not JAX's own.
+"""Which equations of a loss declare a derivative that is not JAX's own, and which a batching rule.
 
 Invariant: a rule passes as JAX's own only if the function that has it, and all the Python that the rule is made of, stands
 in JAX's files. What cannot be told passes as the user's, which costs time and never a derivative.
@@ -42,6 +42,11 @@ def own_rule(equation: Any) -> bool:
         of_jax = f" at {_FOLDER}" in source and not source.startswith(_SOLVED_BY_USER)
         return not (of_jax and _made_by_jax(equation.params.get("jvp_jaxpr_fun")))
     return equation.primitive not in _PRIMITIVES and name not in _NAMES and any(map(is_float, equation.outvars))
+
+
+def own_batching(equation: Any) -> bool:
+    """Whether it is declared here what `jax.vmap` makes of a function, by a rule that the program does not show."""
+    return equation.primitive.name == "custom_vmap_call"
 
 
 def is_float(x: Any) -> bool:

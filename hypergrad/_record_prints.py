@@ -93,8 +93,16 @@ def _program(run: Run, inputs: Inputs) -> str:
     with own_settings(), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # whatever mesh is in force
         program = jax.make_jaxpr(one)(jax.tree.map(like, inputs))
         _reject_python(program.jaxpr)
-        text = "\n".join([_digest(program.consts), *_lines(program.jaxpr)])
-    return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()
+        return print_of_program(program.jaxpr, program.consts)
+
+
+def print_of_program(program: Jaxpr, constants: Any) -> str:
+    """Of all that it computes, with the arrays that it and the programs inside of it close over: the same in any process.
+
+    Of Python that it calls it has the name alone.
+    """
+    text = "\n".join([_digest(constants), *_lines(program)])
+    return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()  # without addresses of functions
 
 
 _PYTHON = {"pure_callback": "jax.pure_callback", "io_callback": "jax.experimental.io_callback"}

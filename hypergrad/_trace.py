@@ -20,7 +20,7 @@ from hypergrad import _programs as programs
 from hypergrad._closures import name_in, name_of
 from hypergrad._mended import mended, mending
 from hypergrad._microbatches import part_of, reject_on_mesh, without_mesh
-from hypergrad._own_rules import is_float, own_rule
+from hypergrad._own_rules import is_float, own_batching, own_rule
 from hypergrad._problem import Problem
 from hypergrad._program_keys import Key, array_key, equations
 from hypergrad._programs import Program
@@ -72,8 +72,8 @@ def trace(problem: Problem) -> Traced:
     at_once = bool(problem.optimizer.signals or problem.microbatches) or problem.metric is not None
     found = reads_of(program, sizes, [own or at_once for own in per_step], captured)
     functions = Functions(
-        source.batch,
-        Program(mended(found.loss.jaxpr), program.key, program.out),
+        Program(source.batch.jaxpr, key_today(source.batch), source.batch.out),
+        Program(mended(found.loss.jaxpr), key_today(program), program.out),
         captured,
         StepTheta((*per_step, *[False] * sum(captured)), found.reads, found.indices),
         rules_of(problem.loss, program, constants, arguments),
@@ -131,8 +131,8 @@ def _signals(
 
     with without_mesh(problem.microbatches, arguments) as bare:
         program, constants = programs.trace(signalled, *bare, _KEY)
-    if any(map(own_rule, equations(program.jaxpr))):
-        program = Program(program.jaxpr, Key((object(),)), program.out)  # never the same again: rules are no part of a key
+    own = any(map(own_rule, equations(program.jaxpr)))
+    key = Key((object(),)) if own else key_today(program)  # never the same again: rules are no part of a key
     floats = [x for x, traced in zip(of_loss, captured, strict=True) if traced]
     places = [next((i for i, y in enumerate(floats) if x is y), None) for x in constants]
     rest = [x for x, place in zip(constants, places, strict=True) if place is None]
@@ -142,7 +142,7 @@ def _signals(
                 "a signal of the optimizer reads a traced value from outside, whose derivative would be lost. Make it a "
                 "part of theta, or of the parameters."
             )
-    return Signals(tuple(signals), Program(mended(program.jaxpr), program.key, program.out), tuple(places)), rest
+    return Signals(tuple(signals), Program(mended(program.jaxpr), key, program.out), tuple(places)), rest
 
 
 def _paths(name: str, tree: Any, chosen: Callable[[Any], bool]) -> list[str]:
@@ -163,9 +163,10 @@ def with_foreign(run: Run, values: list[Floats], h: list[Hypers], statistics: An
         nonlocal collective
         program, held = programs.trace(function, *args)
         collective |= _collective(program)
-        key: Hashable = program.key
+        key: Hashable = key_today(program)
         if any(map(own_rule, equations(program.jaxpr))):
-            key, held = _derived(function, args) or (object(), held)
+            derived, held = _derived(function, args) or (object(), held)
+            key = key, derived
         for x in held:
             if isinstance(x, jax.core.Tracer):
                 raise ValueError(
@@ -233,8 +234,14 @@ def _derived(function: Callable[..., Any], along: tuple[Any, ...], *rest: Any) -
     for order in (second, first):
         with contextlib.suppress(Exception):
             program, held = programs.trace(order, along, *rest)
-            return program.key, held
+            return key_today(program), held
     return None
+
+
+def key_today(program: Program) -> Key:
+    """The program's key; one that equals no other where it has a batching rule, which is no part of a key and may read
+    something else at the next call."""
+    return Key((object(),)) if any(map(own_batching, equations(program.jaxpr))) else program.key
 
 
 def _collective(program: Program) -> bool:

@@ -4,6 +4,7 @@ Invariant: a step that has an explicit inverse multiplies volumes by the product
 each link in its turn is scaled by its decay and shifted by what does not depend on it.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -52,6 +53,18 @@ def settled(rule: Optimizer, h: Any, gradients: list[Array]) -> Values:
     for g in gradients:
         z = step(rule, h, z, g)
     return z
+
+
+def of_either_sign(rule: Optimizer, h: Any, gradients: list[Array]) -> set[str]:
+    """The links that training makes negative somewhere: a velocity, and no mean of squares."""
+    ends = [settled(rule, h, [sign * g for g in gradients]) for sign in (1, -1)]
+    return {name for end in ends for name, x in end.items() if bool(jnp.any(x < 0))}
+
+
+def signs(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """As many of the one kind as of the other."""
+    pair = rng.permuted([-1.0, 1.0])
+    return rng.permuted(np.resize(pair, math.prod(shape))).reshape(shape)
 
 
 def check_volume(rule: Optimizer, shape: tuple[int, ...]) -> None:

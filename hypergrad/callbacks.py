@@ -149,11 +149,15 @@ class JsonLines:
         self.path = pathlib.Path(path)
         self.others: list[str] = []  # lines of the starts before
         self.own: list[str] = []
+        self.of_start = False  # whether the run that begins is one of several starts
 
     def begin_start(self, number: int) -> None:
-        self.others, self.own = [*self.others, *self.own] if number else [], []
+        self.others, self.own, self.of_start = [*self.others, *self.own] if number else [], [], True
 
     def begin(self, history: list[Any] | None) -> None:
+        if not self.of_start:
+            self.others = []
+        self.of_start = False
         if history is None:
             return
         self.own = [self._line(done) for done in history]

@@ -3,6 +3,7 @@
 Invariant: `natural(positive(x)) == x` up to rounding, and every unconstrained value maps into the domain.
 """
 
+import collections
 import hashlib
 import math
 import numbers
@@ -189,6 +190,13 @@ def hyper_name(path: Any) -> str:
     return jax.tree_util.keystr(_as_written(path), simple=True, separator="/") or "hypers"
 
 
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """(name, leaf) of each: its `hyper_name`, and where that is another's too, its `hyper_path`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    names = collections.Counter(hyper_name(path) for path, _ in leaves)
+    return [(name if names[name := hyper_name(path)] == 1 else hyper_path(path), x) for path, x in leaves]
+
+
 def _as_written(path: Any) -> tuple[Any, ...]:
     return tuple(k for k in path if getattr(k, "name", None) not in ("unconstrained", "values"))
 
@@ -208,7 +216,10 @@ def describe_hypers(hypers: Any) -> dict[str, str]:
 def _digest(x: Any) -> str:
     if not eqx.is_array_like(x):
         return type(x).__name__
-    return str(x) if jnp.ndim(x) == 0 else hashlib.sha256(whole(x).tobytes()).hexdigest()[:16]
+    if jnp.ndim(x) == 0:
+        return str(x)
+    numbers = jax.random.key_data(x) if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) else x
+    return hashlib.sha256(whole(numbers).tobytes()).hexdigest()[:16]
 
 
 def describe_arrays(tree: Any) -> dict[str, str]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +15,11 @@ from hypergrad._differences import central, check_like, check_step, extrapolated
 from hypergrad._inverse import check_inverse as check_inverse
 from hypergrad._meshes import in_automatic_axes
 from hypergrad._train import train
-from hypergrad._volume import at_half, check_volume, increment, settled
+from hypergrad._volume import at_half, check_volume, increment, of_either_sign, settled, signs
 from hypergrad.adjoints import Reversible, Unrolled
 from hypergrad.batches import stacked
 from hypergrad.errors import HypergradError
+from hypergrad.hypers import split_fixed
 from hypergrad.optimizers.chain import PARAMS, Link, Optimizer, first_value
 from hypergrad.optimizers.initial import final_state
 from hypergrad.optimizers.lay_out import lay_out
@@ -83,7 +85,7 @@ def _check_signals(rule: Optimizer, params: Any) -> None:
 def _data(rng: np.random.Generator, shape: tuple[int, ...], steps: int) -> tuple[Array, Array]:
     """(slopes, targets) [steps, ...]: the first weight never has a gradient, the second none at first, all none at last."""
     slopes = rng.normal(size=(steps, math.prod(shape)))
-    slopes[:, 0], slopes[0, 1:2], slopes[-1] = 0, 0, 0
+    slopes[:, :1], slopes[0, 1:2], slopes[-1] = 0, 0, 0
     return jnp.asarray(slopes.reshape(steps, *shape)), jnp.asarray(rng.normal(size=(steps, *shape)))
 
 
@@ -101,14 +103,16 @@ def _check_increments(rule: Optimizer, shape: tuple[int, ...]) -> None:
     name = type(rule).__name__
     rng = np.random.default_rng(0)
     draw = lambda: jnp.asarray(rng.uniform(0.5, 1.5, shape))  # noqa: E731
-    gradient = lambda: draw() * rng.choice([-1.0, 1.0], shape)  # noqa: E731 (of either sign)
+    gradient = lambda: draw() * signs(rng, shape)  # noqa: E731 (of either sign)
     h = at_half(rule, len(shape))
-    trained = settled(rule, h, [gradient() for _ in range(8)])
+    gradients = [gradient() for _ in range(8)]
+    trained, signed = settled(rule, h, gradients), of_either_sign(rule, h, gradients)
     for link in rule.chain:
 
         def inputs(link: Link = link) -> Any:
             """Any values of links that are like the leaf; of others such as training makes."""
-            drawn = {k: draw() if x.shape == shape else x * rng.uniform(0.9, 1.1) for k, x in trained.items()}
+            like = lambda k: gradient() if k in signed else draw()  # noqa: E731
+            drawn = {k: like(k) if x.shape == shape else x * rng.uniform(0.9, 1.1) for k, x in trained.items()}
             return h, {k: x for k, x in drawn.items() if k != link.name}, gradient()
 
         f = lambda x, link=link: increment(link, *x)  # noqa: E731
@@ -138,6 +142,7 @@ def _check_entrywise(rule: Layer, around: list[Layer]) -> None:
     declare that they work entry by entry."""
     optimizer, rng = rule.optimizer, np.random.default_rng(0)
     whole = lambda: jnp.asarray(rng.uniform(0.5, 1.5, (4, 4)))  # noqa: E731
+    either = lambda: whole() * signs(rng, (4, 4))  # noqa: E731
     parts = lambda x: [x.ravel()[:5], x.ravel()[5:]]  # noqa: E731
 
     def agree(owner: Optimizer, what: str, one: Array, two: Sequence[Array]) -> None:
@@ -151,9 +156,10 @@ def _check_entrywise(rule: Layer, around: list[Layer]) -> None:
     if not optimizer.entrywise or not all(layer.optimizer.entrywise_transform for layer in around):  # type: ignore[attr-defined]
         return
     h = at_half(optimizer, 1)
+    signed = of_either_sign(optimizer, h, [either() for _ in range(8)])
     for link in optimizer.chain:
-        z = {k.name: whole() for k in optimizer.chain if k is not link}
-        g = whole() * rng.choice([-1.0, 1.0], (4, 4))
+        z = {k.name: either() if k.name in signed else whole() for k in optimizer.chain if k is not link}
+        g = either()
         halves = [increment(link, h, {k: parts(x)[i] for k, x in z.items()}, parts(g)[i]) for i in (0, 1)]
         agree(optimizer, f"the increment of link `{link.name}`", increment(link, h, z, g), halves)
         agree(
@@ -165,7 +171,7 @@ def _check_entrywise(rule: Layer, around: list[Layer]) -> None:
     for layer in around:
         keys = tuple((field, field) for field in layer.optimizer.hyperparameters())
         one, two = (Transform("", type(layer.optimizer).transform, keys, b) for b in ((0,), (0, 1)))  # type: ignore[attr-defined]
-        rates, w, g = {field: jnp.asarray(0.5) for field, _ in keys}, whole(), whole()
+        rates, w, g = {field: jnp.asarray(0.5) for field, _ in keys}, either(), either()
         agree(
             layer.optimizer,
             "what it makes of a gradient",
@@ -263,22 +269,26 @@ def check_hypergradient(
 ) -> list[Comparison]:
     """Assert that grad f agrees with central differences along random directions of +-1, to a relative `tolerance`.
 
-    f: hypers -> scalar; run it in float64 for tolerances below 1e-3. Differences (4 D(step/2) - D(step)) / 3 are of fourth
-    order (Richardson). step: a power of two; a momentum moves on a grid of 2^-16, so take at least 2^-14 where one is among
-    the hypers, which keeps both differences on the grid. gradient: checked instead of jax.grad(f)(hypers) if given. A
-    derivative or a difference that is not finite agrees with nothing.
+    f: hypers -> scalar; run it in float64 for tolerances below 1e-3. What is `hg.fixed` stays. Differences
+    (4 D(step/2) - D(step)) / 3 are of fourth order (Richardson). step: a power of two; a momentum moves on a grid of 2^-16,
+    so take at least 2^-14 where one is among the hypers, which keeps both differences on the grid. gradient: checked
+    instead of jax.grad(f)(hypers) if given. A derivative or a difference that is not finite agrees with nothing.
     """
     check_step(step)
     if directions < 1:
         raise ValueError(f"`directions` must be at least 1: none is no check; got {directions}.")
-    gradient = jax.grad(f)(hypers) if gradient is None else check_like(gradient, hypers)
-    leaves, tree = jax.tree.flatten(hypers)
+    learned, fixed = split_fixed(hypers)
+    leaves, tree = jax.tree.flatten(learned)
+    if not leaves:
+        raise ValueError("`hypers` has nothing to move: it is empty, or every leaf of it is hg.fixed.")
+    of_learned = lambda x: f(eqx.combine(x, fixed))  # noqa: E731
+    gradient = jax.grad(of_learned)(learned) if gradient is None else check_like(split_fixed(gradient)[0], learned)
     rng = np.random.default_rng(seed)
     results = []
     for _ in range(directions):
         d = [jnp.asarray(rng.choice([-1.0, 1.0], jnp.shape(x)), jnp.result_type(x)) for x in leaves]
         direction = jax.tree.unflatten(tree, d)
-        numeric = extrapolated(central(f, hypers, direction, step), central(f, hypers, direction, step / 2))
+        numeric = extrapolated(*(central(of_learned, learned, direction, size) for size in (step, step / 2)))
         exact = float(sum(jnp.vdot(g, e) for g, e in zip(jax.tree.leaves(gradient), d, strict=True)))
         results.append(Comparison(exact, numeric))
     worst = max(results, key=lambda c: math.inf if math.isnan(c.relative_error) else c.relative_error)

@@ -130,6 +130,8 @@ def test_where_training_fails_there_is_no_prediction() -> None:
 def test_a_hypergradient_of_zero_has_no_direction() -> None:
     with pytest.warns(UserWarning, match="exactly zero"), fails(ValueError, "no direction to follow", "is zero"):
         hg.check_smoothness(lambda h, key: h["x"], lambda x: 0 * x + 1, {"x": 2.0})
+    with pytest.warns(UserWarning, match="exactly zero"), fails(ValueError, "no direction to follow", "is zero"):
+        hg.check_smoothness(lambda h, key: 1.0, lambda x: x, {"none": jnp.zeros(0)})
 
 
 def test_a_gradient_that_is_not_finite_disagrees(gradient: Any) -> None:
@@ -153,6 +155,19 @@ def test_a_given_gradient_is_like_the_hyperparameters() -> None:
     for wrong in ({"y": 4.0}, {"x": np.ones(2)}, {}):
         with fails(ValueError, "`gradient` must be a pytree like the hyperparameters"):
             hg.check_gradient(square, lambda x: x, {"x": 2.0}, gradient=wrong)
+
+
+@pytest.mark.parametrize("fixed", [2.0, 2, "two"])
+def test_what_is_fixed_does_not_move(fixed: Any) -> None:
+    """Its derivative is zero, and its differences are not; whole numbers and strings have none."""
+    hypers = {"x": hg.positive(1.5), "y": hg.fixed(fixed)}
+    f = lambda h: hg.natural(h)["x"] ** (2 if fixed == "two" else hg.natural(h)["y"])  # noqa: E731
+    for gradient in (None, {"x": hg.positive(jnp.exp(4.5)), "y": hg.fixed(0.0)}):
+        hg.testing.check_hypergradient(f, hypers, tolerance=1e-3, gradient=gradient)
+    with pytest.raises(AssertionError, match="the gradient is not the derivative"):
+        hg.testing.check_hypergradient(f, hypers, tolerance=1e-3, gradient=hypers)
+    with fails(ValueError, "every leaf of it is hg.fixed"):
+        hg.testing.check_hypergradient(f, {"y": hg.fixed(fixed)}, tolerance=1e-3)
 
 
 def test_a_difference_that_is_no_number_agrees_with_nothing() -> None:

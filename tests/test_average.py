@@ -35,6 +35,17 @@ def test_the_norm_of_16_bits_does_not_overflow() -> None:
     np.testing.assert_allclose(done.gradient_norm, 4e4 * np.sqrt(5), rtol=1e-3)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e25])
+def test_squares_of_what_is_large_or_small_are_not_taken(size: float) -> None:
+    each = size * np.array([[1.0], [2.0], [3.0]])
+    found = of_seeds({"a": jnp.asarray(each, jnp.float32)}, each[:, 0])
+    np.testing.assert_allclose((found.value_error, found.gradient_error), size / np.sqrt(3), rtol=1e-5)
+    done = hg.optimize(
+        lambda h, key: h, lambda h: size * (h["a"] + jnp.sum(h["b"])), {"a": 1.0, "b": jnp.ones(2)}, meta_steps=1
+    ).history[0]
+    np.testing.assert_allclose([done.gradient_norm, *done.gradients.values()], size * np.sqrt([3, 1, 2]), rtol=1e-5)
+
+
 def test_hyperparameters_without_entries_have_a_mean() -> None:
     found = of_seeds({"none": jnp.ones((3, 0))})
     assert found.grads["none"].shape == (0,) and found.gradient_error == 0

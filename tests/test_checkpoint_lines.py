@@ -48,3 +48,12 @@ def test_lines_of_a_run_that_goes_on_by_the_same_object_are_written_once(tmp_pat
         run(tmp_path / "run", callbacks=[lines, stopped])
     run(tmp_path / "run", callbacks=[lines, stopped])
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(STEPS))
+
+
+def test_lines_of_starts_are_not_those_of_a_later_run(tmp_path: pathlib.Path) -> None:
+    lines = hg.callbacks.JsonLines(tmp_path / "lines")
+    square = lambda h, key: h**2  # noqa: E731
+    hg.restarts(square, lambda x: x, [2.0, 3.0], meta_steps=1, checkpoint=tmp_path / "starts", callbacks=[lines])
+    assert len(lines.path.read_text().splitlines()) == 2
+    hg.optimize(square, lambda x: x, 4.0, meta_steps=1, checkpoint=tmp_path / "run", callbacks=[lines])
+    assert [json.loads(line)["value"] for line in lines.path.read_text().splitlines()] == [16.0]

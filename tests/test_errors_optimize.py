@@ -5,6 +5,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from covering import some_of
 from tiny import fails, train
@@ -219,3 +220,59 @@ def test_a_capacity_left_to_the_library_grows(jit):
     result = optimize({"momentum": hg.unit_interval(0.01)}, forgetful, jit=jit)
     assert [int(done.status.words) for done in result.history] == [WORDS, WORDS]
     assert all(np.isfinite(done.value) and np.isfinite(done.gradient_norm) for done in result.history)
+
+
+def square(hypers, key):
+    return hypers**2
+
+
+def test_a_bad_start_is_found_before_any_runs():
+    ran = []
+    with fails(TypeError, "a hyperparameter is a float", "(start 1 of hg.restarts; none has run)"):
+        hg.restarts(square, lambda x: x, [1.0, "two"], meta_steps=1, callbacks=[ran.append])
+    assert not ran
+    for starts in ({"rate": 1.0}, "rate", 1.0, jnp.ones(2), hg.positive(1.0), None):
+        with fails(TypeError, "`starts` of hg.restarts must be a list of hypers", type(starts).__name__):
+            hg.restarts(square, lambda x: x, starts, meta_steps=1)
+
+
+def test_callbacks_of_any_kind_are_called_or_refused():
+    for given in (lambda c: iter([c]), lambda c: (x for x in [c]), lambda c: (c,)):
+        seen = []
+        hg.optimize(square, lambda x: x, 1.0, meta_steps=1, callbacks=given(seen.append))
+        assert len(seen) == 1
+    for bad in (None, print, [None], 3):
+        with fails(TypeError, "`callbacks` must be a sequence of functions of a MetaStep"):
+            hg.optimize(square, lambda x: x, 1.0, meta_steps=1, callbacks=bad)
+
+
+@pytest.mark.parametrize("one", [np.int64(1), jnp.int32(1)], ids=["numpy", "jax"])
+def test_integers_of_any_kind_are_counts(one):
+    assert len(hg.optimize(square, lambda x: x, 1.0, meta_steps=one, seeds_per_step=one).history) == 1
+
+
+@pytest.mark.parametrize("around", [jax.jit, lambda f: jax.vmap(f, axis_size=2), jax.grad], ids=["jit", "vmap", "grad"])
+def test_traced_hypers_are_refused_in_words(around):
+    for call, name in ((hg.hypergradient, "hg.hypergradient"), (hg.optimize, "hg.optimize")):
+        with fails(ValueError, f"{name} runs from Python and needs numbers", "Call it outside of them"):
+            around(lambda x, call=call: call(square, lambda x: x, x))(jnp.ones(2)[:2] if around is not jax.grad else 1.0)
+    with fails(ValueError, "hg.optimize runs from Python"):
+        jax.jit(lambda key: hg.optimize(square, lambda x: x, 1.0, key=key).best.value)(jax.random.key(0))
+
+
+def test_a_line_search_says_that_it_is_compiled():
+    def host(h, _):
+        batches = hg.host_batches(lambda t: np.ones(2, np.float32))
+        return train(batches=batches, optimizer=hg.SGD(h["rate"])).params["w"]
+
+    for train_, val in ((host, val_fn), (train_fn, lambda w: val_fn(w) * (1 if jax.lax.stop_gradient(w).sum() > 9 else 2))):
+        with fails((ValueError, TypeError), "in a line search of hg.optimize, which evaluates in compiled code"):
+            optimize(train_fn=train_, val_fn=val, jit=False, meta_optimizer=optax.lbfgs())
+
+
+def test_hypers_of_one_name_are_told_apart():
+    hypers = {"a/b": 1.0, "a": {"b": 2.0, "c": 3.0}}
+    f = lambda h, _: h["a/b"] + 10 * h["a"]["b"] + 100 * h["a"]["c"]  # noqa: E731
+    done = hg.optimize(f, lambda x: x, hypers, meta_steps=1).history[0]
+    assert done.gradients == {"['a/b']": 1.0, "['a']['b']": 10.0, "a/c": 100.0}
+    assert done.record()["hypers"] == {"['a/b']": 1.0, "['a']['b']": 2.0, "a/c": 3.0}

@@ -136,6 +136,16 @@ def test_a_line_search_turns_away_from_where_training_fails() -> None:
     assert result.history[-1].value < 1e-3
 
 
+def test_a_line_search_goes_on_with_the_seeds_that_did_not_fail() -> None:
+    def f(hypers: Any, key: Any) -> Any:
+        return jnp.where(jax.random.uniform(key) < 0.5, jnp.nan, (hypers["x"] - 3.0) ** 2)
+
+    options = {"meta_optimizer": optax.lbfgs(), "meta_steps": 3, "seeds_per_step": 4, "skip_nonfinite": True}
+    result = hg.optimize(f, lambda v: v, {"x": 1.0}, **options)
+    assert 0 < result.history[0].failed_seeds < 4
+    assert result.history[-1].value < 1e-3
+
+
 @pytest.mark.long
 def test_a_line_search_gets_the_room_that_an_evaluation_found_missing() -> None:
     """128 steps at momentum 0.3 lose 222 bits: the second start needs larger buffers than the first was compiled for."""

@@ -4,6 +4,7 @@ And nothing is kept: losses and what they close over are freed.
 """
 
 import dataclasses
+import functools
 import gc
 import itertools
 import types
@@ -114,6 +115,50 @@ def test_so_does_optimize(loss: Any) -> None:
         set_to(value)
         result = hg.optimize(train_fn, jnp.sum, {"rate": hg.positive(RATE)}, meta_steps=1)
         np.testing.assert_allclose(result.history[0].value, plain(penalized(value)), rtol=1e-5)
+
+
+def batched_by(factor: float) -> Any:
+    """2 x, and under `jax.vmap` 2 factor x: a rule that no program shows until it is vmapped."""
+
+    @jax.custom_batching.custom_vmap
+    def double(x: Any) -> Any:
+        return 2 * x
+
+    @double.def_vmap
+    def rule(size: int, batched: Any, x: Any) -> Any:
+        return 2 * factor * x, batched[0]
+
+    return double
+
+
+PLACES = ("loss", "batches", "whole numbers")
+
+
+@some_of(
+    ("place", "adjoint"),
+    list(itertools.product(PLACES, [*ROADS, hg.Checkpointed()])),
+    *(("loss", ROADS[1]), ("batches", ROADS[1]), ("whole numbers", hg.Checkpointed())),
+)
+def test_a_batching_rule_reads_what_is_there_today(place: str, adjoint: Any) -> None:
+    """One step down a slope of 2 factor: the second of two programs with equal keys must not run the first."""
+
+    def final(w: Any, rate: Any, double: Any) -> Any:
+        slope: dict[str, Any] = {
+            "loss": lambda w, b: double(jax.lax.stop_gradient(w)),
+            "batches": lambda w, b: b,
+            "whole numbers": lambda w, b: double(jnp.int32(w > 0)),
+        }
+        batches = (lambda t: double(start)) if place == "batches" else hg.full_batch(0.0)
+        loss = lambda w, theta, b: jnp.sum(slope[place](w, b) * w)  # noqa: E731
+        start = w
+        return jnp.sum(hg.train(loss, w, hg.SGD(rate, 0.5), batches, steps=1, adjoint=adjoint).params)
+
+    starts = jnp.array([0.5, 1.0])
+    seen = jnp.ones(2) if place == "whole numbers" else starts
+    for factor in (1, 3, 1):
+        one = functools.partial(final, double=batched_by(factor))
+        slopes = jax.vmap(jax.grad(one, 1), (0, None))(starts, RATE)
+        np.testing.assert_allclose(slopes, -factor * seen, rtol=1e-5)
 
 
 def test_so_does_a_batch_function() -> None:

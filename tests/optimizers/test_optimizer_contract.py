@@ -65,6 +65,14 @@ BROKEN = {
         lambda: changed(SQUARE, lambda h, z, g: (1 - h.decay) * size(g)),
         "derivative of the increment of link `square` is not what differences give",
     ),
+    "a derivative that is wrong where a link is below zero": (
+        lambda: changed(PARAMS, lambda h, z: h.learning_rate * z.velocity * size(z.velocity)),
+        "derivative of the increment of link `params` is not what differences give",
+    ),
+    "entry by entry where a link is above zero only": (
+        lambda: changed(PARAMS, lambda h, z: z.velocity + jnp.minimum(z.velocity, 0).sum(), entrywise=True),
+        "the increment of link `params` depends on what else is in the leaf",
+    ),
     "entry by entry above zero only": (
         lambda: changed(VELOCITY, lambda h, z, g: -g * (1 + jnp.minimum(g, 0).sum()), entrywise=True),
         "the increment of link `velocity` depends on what else is in the leaf",
@@ -85,6 +93,11 @@ def test_a_broken_optimizer_is_told_what_is_wrong(name: str) -> None:
     make, message = BROKEN[name]
     with pytest.raises(AssertionError, match=message):
         hg.testing.check_optimizer(make(), None if "entry by entry" in name else jnp.ones(4))
+
+
+@pytest.mark.parametrize("optimizer", [long(hg.SGD(0.1))], ids=lambda x: type(x).__name__)
+def test_a_leaf_may_be_empty(optimizer: Optimizer) -> None:
+    hg.testing.check_optimizer(optimizer, {"none": jnp.ones(0), "w": jnp.ones(3)})
 
 
 def test_a_reversal_that_fails_beside_derivatives_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
