@@ -98,7 +98,8 @@ def needs_end(name: str, end: End | None) -> None:
     if end is None:
         raise ValueError(
             f"{name!r} needs to know where the model ends, and `loss` has no layer and no likelihood that are "
-            f"known. Declare its outputs: {DECLARE}."
+            "known, or adds losses of several outputs. Declare its outputs: "
+            f"{DECLARE}; of a sum of losses, take the curvature of each apart and add."
         )
 
 
