@@ -86,9 +86,9 @@ def record(
     most. None: the end alone.
 
     Raises what `hg.train` raises; ValueError for a folder with the record of another run, by what differs, and for Python
-    that the programs call (`jax.pure_callback`), which cannot be compared; `hg.StorageError` for files that cannot be
-    written or were changed. Another version of JAX or another processor is a warning: it may round otherwise, and then
-    going back ends in `hg.ReversalError`.
+    that the programs call (`jax.pure_callback`, but for `equinox.error_if`), which cannot be compared; `hg.StorageError`
+    for files that cannot be written or were changed. Another version of JAX or another processor is a warning: it may round
+    otherwise, and then going back ends in `hg.ReversalError`.
     """
     given = {"params": params, "theta": theta, **_apart({"optimizer": optimizer, "state": state, "statistics": statistics})}
     made = Made(loss, batches, steps, given, microbatches)

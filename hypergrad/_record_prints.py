@@ -110,10 +110,11 @@ _PYTHON = {"pure_callback": "jax.pure_callback", "io_callback": "jax.experimenta
 
 def _reject_python(program: Jaxpr) -> None:
     """Python that a program calls may compute something else when the record is opened, and the program does not show it.
-    Prints of `jax.debug` compute nothing, and how a training inside of a loss went is a primitive of the library."""
+    Prints of `jax.debug` compute nothing, `equinox.error_if` raises or leaves its argument as it is, and how a training
+    inside of a loss went is a primitive of the library."""
     for e in equations(program):
-        if e.primitive.name in _PYTHON:
-            called = getattr(e.params.get("callback"), "callback_func", None)
+        called = getattr(e.params.get("callback"), "callback_func", None)
+        if e.primitive.name in _PYTHON and getattr(called, "__module__", None) != "equinox._errors":
             name = getattr(called, "__qualname__", "a function")
             raise ValueError(
                 "hg.record needs `loss`, `batches` and `optimizer` that JAX computes by itself; got a call of "

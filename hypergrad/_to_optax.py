@@ -24,6 +24,7 @@ from hypergrad.optimizers.lay_out import LaidOut, lay_out
 from hypergrad.optimizers.partition import Partition, layers_of
 from hypergrad.optimizers.transform import Transformed, read_of
 from hypergrad.optimizers.weights import weights_after
+from hypergrad.run.per_step import squeezed
 from hypergrad.schedules import PerStep
 
 
@@ -109,7 +110,7 @@ def _at_present(optimizer: Optimizer, steps: int, params: Any, state: OptaxState
     else:
         weights = jax.tree.map(lambda x: -jnp.expm1(x), state.log_kept)
         out, t = _laid_out(_at(optimizer, state.count), params, 1, {**state.links, **weights}), jnp.int32(0)
-    h = [{name: _row(x, t) for name, x in own.items()} for own in out.h]
+    h = [{name: squeezed(_row(x, t)) for name, x in own.items()} for own in out.h]
     values = [{name: x.astype(b.dtype) for name, x in own.items()} for b, own in zip(out.blocks, out.values, strict=True)]
     return out._replace(h=h, values=values)
 

@@ -4,7 +4,9 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
@@ -52,6 +54,18 @@ def test_nor_is_a_record_opened_with_it(tmp_path: pathlib.Path) -> None:
     hg.record(loss, **GIVEN, folder=tmp_path)
     with fails(ValueError, "got a call of twice by jax.pure_callback"):
         hg.record(called_in_its_derivative(CALLS["twice by jax.pure_callback"]), **GIVEN, folder=tmp_path)
+
+
+def test_errors_of_equinox_are_recorded(tmp_path: pathlib.Path) -> None:
+    """What they call raises, or is not called."""
+
+    def checked(params: Any, theta: Any, batch: Any) -> jax.Array:
+        found = loss(params, theta, batch)
+        return eqx.error_if(found, found > 1e9, "too large")
+
+    _, opened = (hg.record(checked, **GIVEN, folder=tmp_path) for _ in range(2))
+    gradient = opened.hypergradient(lambda run: jnp.sum(run.params["w"]))["optimizer"].learning_rate
+    np.testing.assert_allclose(gradient, jax.grad(lambda a: final(optimizer=hg.SGD(a, 0.9)))(0.1), rtol=1e-6)
 
 
 def test_what_only_reports_is_recorded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,14 +127,30 @@ class End:
 
 
 def find_end(found: Found) -> End | None:
-    """The end in a likelihood that is declared, in one of optax's functions, or else where all layers have met."""
+    """The end in a likelihood that is declared, in one of optax's functions, or else where all layers have met, unless that
+    is a sum of losses already."""
     known = _likelihood_end(found)
     if known is not None:
         return known
     equations = found.flat.equations
     last = max((use.index for use in found.uses), default=len(equations))
     meeting = [i for i in range(last, len(equations)) if _meets(found, i)]
-    return End(None, meeting[0], None) if meeting else None
+    return None if not meeting or _past_the_end(found, meeting[0]) else End(None, meeting[0], None)
+
+
+def _past_the_end(found: Found, place: int) -> bool:
+    """Whether the loss is linear in this equation's result, and not in the outputs of all layers that none follows. What
+    bends is before this place then, in several others, and the GGN of a model that ended here would be zero."""
+    flat, depends = found.flat, _depending(found.flat)
+    coefficients = {x for e in flat.equations for x in e.outvars if x not in depends} | set(flat.jaxpr.invars)
+    if not linear_in(flat, set(flat.equations[place].outvars), coefficients):
+        return False
+    last = {
+        i
+        for i in {use.index for use in found.uses}
+        if not any(i != use.index and _follows(flat, use.index, i) for use in found.uses)
+    }
+    return not all(linear_in(flat, set(flat.equations[i].outvars), coefficients) for i in last)
 
 
 def _likelihood_end(found: Found) -> End | None:
@@ -177,20 +193,29 @@ def _meets(found: Found, place: int) -> bool:
     flat, penalties = found.flat, [i for i, reason in found.general.items() if reason == PENALTY]
     reached = {x for use in found.uses if use.index != place for x in flat.equations[use.index].outvars}
     reached |= {x for i, x in enumerate(flat.weights) if i in found.general and i not in penalties}
-    for i, e in enumerate(flat.equations):
-        if i != place and any(x in reached for x in _read(flat, i)):
-            reached.update(e.outvars)
+    reached = _reached(flat, reached, but=place)
     return len(flat.equations[place].outvars) == 1 and not reached & set(flat.jaxpr.outvars)
 
 
 def _read(flat: Flat, i: int) -> list[Any]:
-    return [x for x in flat.equations[i].invars if not isinstance(x, Literal)]
+    """Variables that an equation reads something of: nothing is passed on by what has no entries."""
+    return [x for x in flat.equations[i].invars if not isinstance(x, Literal) and 0 not in getattr(x.aval, "shape", ())]
 
 
 def _depending(flat: Flat) -> set[Any]:
     """Variables that depend on a parameter."""
-    found = set(flat.weights)
+    return _reached(flat, set(flat.weights))
+
+
+def _follows(flat: Flat, i: int, other: int) -> bool:
+    """Whether equation i reads what depends on the result of the other."""
+    return not _reached(flat, set(flat.equations[other].outvars)).isdisjoint(_read(flat, i))
+
+
+def _reached(flat: Flat, variables: set[Any], but: int | None = None) -> set[Any]:
+    """These and what depends on them, other than by the equation `but`."""
+    found = set(variables)
     for i, e in enumerate(flat.equations):
-        if any(x in found for x in _read(flat, i)):
+        if i != but and any(x in found for x in _read(flat, i)):
             found.update(e.outvars)
     return found

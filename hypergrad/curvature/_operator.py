@@ -37,7 +37,8 @@ class Operator:
     one a parameter: "kfac", "kflr", "kfra", the Kronecker factors of `quantities`, averaged over batches; "ekfac", "ekflr",
     their eigenvectors with the diagonal that the Fisher matrix or the GGN has in them (George et al. 2018).
     `batches`: a batch, or with `many=True` an iterable of batches that can be gone through again (a list), streamed at each
-    product; each counts by its number of examples.
+    product; each counts by its number of examples. The loss must be a mean over the examples of a batch, but for products
+    with the "hessian" of one batch, and what is made of them.
 
     `operator @ v` takes a pytree like `params`, a flat vector or a matrix of flat columns. Cost of a product: two to four
     gradients. Source of the products: Pearlmutter 1994; Schraudolph 2002.
@@ -61,6 +62,7 @@ class Operator:
         if many and iter(batches) is batches:
             raise TypeError("`batches` can be gone through once only; give a list, or an object whose iterator begins anew.")
         self.loss, self.params, self.theta, self.matrix, self.key = loss, params, theta, matrix, key
+        self.many = many
         self.batches: Iterable[Any] = batches if many else [batches]
         flat, self._tree = ravel_pytree(params)
         self.shape, self.dtype = (flat.size, flat.size), flat.dtype
@@ -70,7 +72,7 @@ class Operator:
             self.factored = Factored(loss, params, theta, self.batches, matrix, key)
 
     def _check(self) -> None:
-        """That the loss is one whose matrix this is."""
+        """That the loss is one whose matrix this is. The Hessian of one batch is a derivative of the loss as it is."""
         first = next(iter(self.batches), None)
         if first is None:
             raise ValueError("`batches` is empty: there is no example to take curvature of.")
@@ -79,6 +81,8 @@ class Operator:
             needs_end(self.matrix, end)
         if self.matrix in ("fisher", "fisher_mc") and (end is None or end.kind is None):
             raise ValueError(f"{self.matrix!r} needs a likelihood that is known: {DECLARE}. 'ggn' takes any loss.")
+        if self.matrix == "hessian" and not self.many:
+            return
         telling = next((batch for batch in self.batches if examples(batch) > 1), first)  # of one example a sum is a mean
         check_mean(self.loss, self.params, self.theta, telling, constants)
 
@@ -172,7 +176,7 @@ class Operator:
         return values[order], vectors[:, order]
 
     def inverse(self, damping: float, tolerance: float = 1e-6, steps: int | None = None) -> Callable[[Any], Any]:
-        """v -> (matrix + damping)^-1 v, by conjugate gradients (`jax.scipy.sparse.linalg.cg`): for a matrix without
+        """v -> (matrix + damping)^-1 v, by conjugate gradients: for a matrix without
         negative eigenvalues below -damping. Of a matrix in blocks by its eigenvectors, exactly. tolerance: of the residual,
         relative to v; steps: at most so many, and the residual is what it is then. Far from that it is `NonFiniteError`, or
         NaN where values are traced."""
@@ -185,8 +189,9 @@ class Operator:
                     self.factored.times(jax.tree.leaves(self._tree(flat)), lambda values: 1 / (values + damping))
                 )
             product = lambda x: self._product(x) + damping * x  # noqa: E731
-            found = jax.scipy.sparse.linalg.cg(product, flat, tol=tolerance, maxiter=steps)[0]
-            return _converged(found, product(found) - flat, flat, tolerance if steps is None else 1.0)
+            stop = functools.partial(_conjugate_gradients, tolerance=tolerance, steps=steps)
+            found, off = jax.lax.custom_linear_solve(product, flat, stop, symmetric=True, has_aux=True)
+            return _said(found, off, tolerance if steps is None else 1.0)
 
         return functools.partial(self._mapped, solve)
 
@@ -198,14 +203,40 @@ class Operator:
         return scipy.sparse.linalg.LinearOperator(self.shape, matvec=product, rmatvec=product, dtype=np.float64)
 
 
-def _converged(found: Array, residual: Array, v: Array, tolerance: float) -> Array:
-    """The solution of conjugate gradients, if it is one. Rounding takes the true residual away from the one by which they
-    stop: what is ten times the root of the dtype's unit is more than that."""
-    off = jnp.linalg.norm(residual) / jnp.maximum(jnp.linalg.norm(v), jnp.finfo(v.dtype).tiny)
-    good = off <= 10 * max(tolerance, float(jnp.finfo(v.dtype).eps) ** 0.5)
-    if isinstance(good, jax.core.Tracer):
-        return jnp.where(good, found, jnp.nan)
-    if not good:
+def _conjugate_gradients(
+    product: Callable[[Array], Array], v: Array, tolerance: float, steps: int | None
+) -> tuple[Array, Array]:
+    """(the solution, NaN if it is none; its residual relative to v), as `jax.scipy.sparse.linalg.cg` has it, but of v over
+    its largest entry: norms count in squares, for which small numbers are too small, and large ones too large."""
+    largest = jnp.max(jnp.abs(v), initial=0)
+    scale = jnp.where(largest == 0, 1, largest)
+    v = v / scale
+    norm, most = jnp.vdot(v, v), 10 * v.size if steps is None else steps
+
+    def step(carry: Any) -> Any:
+        x, r, p, square, k = carry
+        q = product(p)
+        along = square / jnp.vdot(p, q)
+        r = r - along * q
+        new = jnp.vdot(r, r)
+        return x + along * p, r, r + (new / square) * p, new, k + 1
+
+    going_on = lambda carry: (carry[3] > tolerance**2 * norm) & (carry[4] < most)  # noqa: E731
+    found = jax.lax.while_loop(going_on, step, (jnp.zeros_like(v), v, v, norm, jnp.int32(0)))[0]
+    off = jnp.linalg.norm(product(found) - v) / jnp.where(largest == 0, 1, jnp.sqrt(norm))
+    return jnp.where(_good(off, tolerance if steps is None else 1.0), scale * found, jnp.nan), off
+
+
+def _good(off: Array, tolerance: float) -> Array:
+    """Rounding takes the true residual away from the one by which conjugate gradients stop: what is ten times the root of
+    the dtype's unit is more than that."""
+    return off <= 10 * max(tolerance, float(jnp.finfo(off.dtype).eps) ** 0.5)
+
+
+def _said(found: Array, off: Array, tolerance: float) -> Array:
+    """The solution; an error if it is none, where that is known."""
+    good = _good(off, tolerance)
+    if not isinstance(good, jax.core.Tracer) and not good:
         raise NonFiniteError(
             f"conjugate gradients did not converge: their residual is {float(off):.2g} of the right side, where "
             f"{tolerance:.2g} was asked for. The matrix is singular, indefinite or badly conditioned: raise `damping`, or "

@@ -14,7 +14,7 @@ from hypergrad.curvature import _batch, _kronecker
 from hypergrad.curvature._batch import Batch
 from hypergrad.curvature._flat import flatten
 from hypergrad.curvature._likelihoods import LIKELIHOODS, End, find_end
-from hypergrad.curvature._passes import Example, Inputs, Passes, example
+from hypergrad.curvature._passes import Example, Inputs, Passes, example, wide
 from hypergrad.curvature._uses import Found, find
 
 
@@ -98,7 +98,8 @@ def needs_end(name: str, end: End | None) -> None:
     if end is None:
         raise ValueError(
             f"{name!r} needs to know where the model ends, and `loss` has no layer and no likelihood that are "
-            f"known. Declare its outputs: {DECLARE}."
+            "known, or adds losses of several outputs. Declare its outputs: "
+            f"{DECLARE}; of a sum of losses, take the curvature of each apart and add."
         )
 
 
@@ -118,14 +119,14 @@ def check_mean(loss: Any, params: Any, theta: Any, batch: Any, constants: list[A
     """A loss of examples that see each other has no example's gradient. Nothing is said where values are not concrete.
 
     Near a minimum, where a loss is small, rounding alone may make such a difference: one as small as that is looked at again
-    with other parameters, where there is none.
+    with other parameters, where there is none. What rounding makes of a loss of 16 bits is a difference of that dtype's.
     """
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((constants, params, theta, batch))):
         return
-    one, other, off, least = _means(loss, params, theta, batch)
-    if least < off <= least + 1e-6:
+    one, other, off, least, unit = _means(loss, params, theta, batch)
+    if least < off <= least + max(1e-6, 8 * unit):
         elsewhere = jax.tree.map(lambda x: jnp.asarray(x) + _signs(x) * (1 + jnp.abs(x)) / 2, params)
-        one, other, off, least = _means(loss, elsewhere, theta, batch)
+        one, other, off, least, _ = _means(loss, elsewhere, theta, batch)
     if np.isfinite(one) and off > least:
         raise ValueError(
             f"`loss` is no mean over the examples of `batch`: the whole batch gives {one:.7g}, and its examples one at a "
@@ -134,12 +135,15 @@ def check_mean(loss: Any, params: Any, theta: Any, batch: Any, constants: list[A
         )
 
 
-def _means(loss: Any, params: Any, theta: Any, batch: Any) -> tuple[float, float, float, float]:
-    """(loss of the batch, mean of those of its examples, their difference, the least that is none of rounding)."""
+def _means(loss: Any, params: Any, theta: Any, batch: Any) -> tuple[float, float, float, float, float]:
+    """(loss of the batch, mean of those of its examples, their difference, the least that is none of rounding, the relative
+    unit of the loss's dtype)."""
     with jax.ensure_compile_time_eval():
         apart = jax.vmap(lambda b: loss(params, theta, b))(jax.tree.map(lambda x: jnp.asarray(x)[:, None], batch))
-        one, other, size = (float(x) for x in (loss(params, theta, batch), jnp.mean(apart), jnp.mean(jnp.abs(apart))))
-    return one, other, abs(one - other), 1e-3 * size
+        means = jnp.mean(wide(apart)), jnp.mean(jnp.abs(wide(apart)))
+        one, other, size = (float(x) for x in (loss(params, theta, batch), *means))
+    unit = float(jnp.finfo(jnp.result_type(apart.dtype, 0.0)).eps)
+    return one, other, abs(one - other), max(1e-3, 4 * unit) * size, unit
 
 
 def _signs(x: Any) -> Array:

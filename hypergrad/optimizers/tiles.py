@@ -84,6 +84,8 @@ class Tiles(NamedTuple):
 
     def powers(self, vector: Array, power: Callable[[Array], Array], of_numbers: Callable[[Array], Array]) -> Array:
         """The vector with `power` of each matrix [tiles, n, n], and `of_numbers` of each diagonal [tiles, n]."""
+        if not self.groups:
+            return vector  # of nothing: what is read is what is used
         factors = zip(self.groups, self.unpack(vector), strict=True)
         return self.pack(
             [
@@ -115,7 +117,7 @@ def tiles(shape: tuple[int, ...], block_size: int | None, max_size: int) -> Tile
     """Of a leaf: axes are cut into pieces of at most block_size; None: not at all. Axes of more than max_size, and leaves of
     one axis, have diagonals."""
     merged = _merged(shape, block_size or 1)
-    cuts = [[(i, min(block_size or n, n - i)) for i in range(0, n, block_size or n)] for n in merged]
+    cuts = [[(i, min(block_size or n, n - i)) for i in range(0, n, block_size or n or 1)] for n in merged]
     found: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for pieces in itertools.product(*cuts):
         found.setdefault(tuple(n for _, n in pieces), []).append(tuple(i for i, _ in pieces))
@@ -133,7 +135,7 @@ def _merged(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:
             merged[-1] *= n
         else:
             merged.append(n)
-    return tuple(merged) if len(merged) > 1 else (merged[0] // shape[-1], shape[-1])
+    return tuple(merged) if len(merged) > 1 else (math.prod(shape[:-1]), shape[-1])
 
 
 def _place(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:

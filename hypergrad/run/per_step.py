@@ -16,9 +16,14 @@ from hypergrad.run.spec import Run
 
 def split_steps(h: list[Hypers], steps: int) -> tuple[list[Hypers], list[Hypers]]:
     """(constant, per step): the step axis dropped from the first, scanned over in the second; scalars squeezed."""
-    constant = [{k: _squeezed(x[0]) for k, x in own.items() if x.shape[0] != steps} for own in h]
-    stepped = [{k: jax.vmap(_squeezed)(x) for k, x in own.items() if x.shape[0] == steps} for own in h]
+    constant = [{k: squeezed(x[0]) for k, x in own.items() if x.shape[0] != steps} for own in h]
+    stepped = [{k: jax.vmap(squeezed)(x) for k, x in own.items() if x.shape[0] == steps} for own in h]
     return constant, stepped
+
+
+def squeezed(x: Array) -> Array:
+    """Of one step: what counts for all entries of a leaf is a number, whatever axes it has."""
+    return x.reshape(()) if x.size == 1 else x
 
 
 def like_one_step(h: list[Hypers]) -> list[dict[str, Any]]:
@@ -45,15 +50,11 @@ def join_steps(constant: list[Hypers], stepped: list[Hypers]) -> list[Hypers]:
 def joined(run: Run, dconstant: list[Hypers], dstepped: list[Hypers], h: list[Hypers]) -> list[Hypers]:
     """The inverse of `split`: cotangents like h."""
     dh, like = join_steps(dconstant, dstepped), [jax.tree.map(jnp.shape, own) for own in h]
-    squeezed = [{k: d for k, d in dj.items() if d.shape != own[k]} for dj, own in zip(dh, like, strict=True)]
-    shapes = tuple(tuple((k, own[k]) for k in dj) for dj, own in zip(squeezed, like, strict=True))
-    return join_steps(dh, run.outside_loop(_reshaped, squeezed, static=(shapes,)))
+    changed = [{k: d for k, d in dj.items() if d.shape != own[k]} for dj, own in zip(dh, like, strict=True)]
+    shapes = tuple(tuple((k, own[k]) for k in dj) for dj, own in zip(changed, like, strict=True))
+    return join_steps(dh, run.outside_loop(_reshaped, changed, static=(shapes,)))
 
 
 def _reshaped(_: Run, shapes: tuple[tuple[tuple[str, Any], ...], ...], dh: list[Hypers]) -> list[Hypers]:
     """shapes: of each block, by hyperparameter."""
     return [{k: own[k].reshape(shape) for k, shape in row} for own, row in zip(dh, shapes, strict=True)]
-
-
-def _squeezed(x: Array) -> Array:
-    return x.reshape(()) if x.size == 1 else x

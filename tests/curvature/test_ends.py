@@ -11,7 +11,7 @@ import pytest
 from covering import some_of
 from networks import Network, dense, diagonal, ggn, normal
 
-from hypergrad.curvature import quantities
+from hypergrad.curvature import likelihood, quantities
 from hypergrad.curvature._quantities import analysed
 
 
@@ -71,3 +71,44 @@ def test_an_auxiliary_loss_of_a_hidden_layer_is_part_of_the_end() -> None:
     loss = lambda p, theta, b: net.loss(p, None, b) + jnp.mean(hidden(p, b) ** 2)  # noqa: E731
     end = analysed(loss, net.params, None, net.batch)[1]
     assert end is None or end.kind is None
+
+
+X = np.random.default_rng(6).normal(size=(7, 3))
+EMPTY = {
+    "summed": (lambda p: jnp.sum(p["e"]), (0, 2)),
+    "in a penalty with all": (lambda p: 0.1 * sum(jnp.sum(x**2) for x in p.values()), (0, 2)),
+    "in a product": (lambda p: jnp.sum(jnp.mean((X[:1] @ p["e"]) ** 2, 0)), (3, 0)),
+}
+
+
+@some_of("name", EMPTY, "summed", "in a product")
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_leaf_without_entries_is_no_road_past_the_end(name: str, declared: bool) -> None:
+    term, shape = EMPTY[name]
+    squared = (lambda f: likelihood("squared_error", f, jnp.ones_like(f))) if declared else (lambda f: (f - 1) ** 2)
+    loss = lambda p, theta, b: jnp.mean(squared(b @ p["w"])) + term(p)  # noqa: E731
+    w = normal(np.random.default_rng(7), 3)
+    found = quantities(loss, {"w": w, "e": jnp.zeros(shape)}, None, X, "ggn_diagonal")["ggn_diagonal"]["w"]
+    np.testing.assert_allclose(found, 2 * np.mean(X**2, 0), rtol=1e-12)
+
+
+def hidden(p: Any, theta: Any, b: Any) -> Any:
+    return jnp.mean((jnp.tanh(b @ p[0]) * p[1] - 1) ** 2) + jnp.mean((b @ p[0]) ** 2)
+
+
+def heads(p: Any, theta: Any, b: Any) -> Any:
+    return jnp.mean((b @ p[0]) ** 2) + jnp.mean((jnp.tanh(b @ p[1]) - 1) ** 2)
+
+
+@pytest.mark.parametrize("loss", [hidden, heads])
+def test_where_a_sum_of_losses_meets_is_no_end(loss: Any) -> None:
+    """Its GGN would be zero."""
+    weights = list(normal(np.random.default_rng(7), 2, 3)) if loss is heads else [jnp.ones(3), jnp.ones(())]
+    with pytest.raises(ValueError, match="adds losses of several outputs.*take the curvature of each apart and add"):
+        quantities(loss, weights, None, X, "ggn_diagonal")
+
+
+def test_the_curvature_of_a_loss_that_is_linear_in_its_outputs_is_none() -> None:
+    loss = lambda p, theta, b: jnp.mean(jnp.tanh(b @ p[0]) * p[1] + b[:, 0])  # noqa: E731
+    found = quantities(loss, [jnp.ones(3), jnp.ones(())], None, X, "ggn_diagonal")["ggn_diagonal"]
+    np.testing.assert_array_equal(found[0], 0)

@@ -9,6 +9,7 @@ import pytest
 
 import hypergrad as hg
 from hypergrad.curvature import quantities
+from hypergrad.curvature._quantities import check_mean
 
 
 X, Y = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), jnp.float32), jnp.arange(6) % 2
@@ -54,10 +55,12 @@ def test_a_likelihood_that_does_not_fit() -> None:
 
 
 def test_labels_of_an_unknown_likelihood() -> None:
-    own = lambda w, theta, b: jnp.mean(jnp.logaddexp(*(b[0] @ w).T) - (b[0] @ w)[jnp.arange(len(b[1])), b[1]])  # noqa: E731
+    of = lambda f, y: jnp.mean(jnp.logaddexp(*f.T) - f[jnp.arange(len(y)), y])  # noqa: E731
+    own = lambda w, theta, b: of(b[0] @ w, b[1])  # noqa: E731
     with pytest.raises(ValueError, match="does not end in a likelihood that is known, once. Take hg.curvature.likelihood"):
         quantities(own, W, None, (X, Y), "kfac", key=jax.random.key(0))
-    assert jnp.isfinite(quantities(own, W, None, (X, Y), "ggn_diagonal")["ggn_diagonal"]).all()
+    found = quantities(own, W, None, (X, Y), ["ggn_diagonal", "hessian_diagonal"])
+    np.testing.assert_allclose(found["ggn_diagonal"], found["hessian_diagonal"], rtol=1e-4, atol=1e-7)
 
 
 def test_a_model_without_layers() -> None:
@@ -92,6 +95,18 @@ def test_rounding_near_a_minimum_is_no_sum() -> None:
     y = jnp.asarray(np.asarray(x, np.float64) @ np.asarray(w, np.float64), jnp.float32)
     squared = lambda w, theta, b: jnp.mean((b[0] @ w - b[1]) ** 2)  # noqa: E731
     assert jnp.isfinite(quantities(squared, w, None, (x, y), "variance")["variance"]).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_rounding_to_16_bits_is_no_sum(dtype: Any) -> None:
+    squared = lambda w, theta, b: jnp.mean((b[0] @ w - b[1]) ** 2)  # noqa: E731
+    for seed in range(20):
+        normal = np.random.default_rng(seed).normal
+        w, x, y = (jnp.asarray(normal(size=s), dtype) for s in ((3, 2), (7, 3), (7, 2)))
+        check_mean(squared, w, None, (x, y), [])
+        check_mean(squared, w, None, (x, (x @ w).astype(dtype)), [])  # at a minimum
+        with pytest.raises(ValueError, match="no mean over the examples"):
+            check_mean(lambda *args: 1.1 ** len(args[2][0]) * squared(*args), w, None, (x, y), [])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bool_, jnp.uint8, jnp.int32])

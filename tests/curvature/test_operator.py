@@ -177,9 +177,30 @@ def normalized(w: Any, theta: Any, batch: Any) -> Any:
 def test_a_loss_that_is_no_mean_has_no_operator(matrix: str) -> None:
     for loss in (lambda *x: 4 * mean(*x) * len(x[2][0]), normalized):
         with pytest.raises(ValueError, match="`loss` is no mean over the examples"):
-            of_tiny(matrix, loss=loss)
+            of_tiny(matrix, [(X, Y)], loss=loss, many=True)
+        with pytest.raises(ValueError, match="`loss` is no mean over the examples"):
+            of_tiny(matrix, loss=loss).diagonal()
     with pytest.raises(ValueError, match="`loss` is no mean over the examples"):  # a sum over one example is its mean
         of_tiny(matrix, [(X[:1], Y[:1]), (X, Y)], lambda *x: mean(*x) * len(x[2][0]), many=True)
+
+
+def test_the_hessian_of_one_batch_is_that_of_any_loss() -> None:
+    found, w = of_tiny("hessian", loss=normalized), jnp.arange(6.0)
+    exact = jax.jit(jax.hessian(lambda w: normalized(w.reshape(3, 2), None, (X, Y))))(w)
+    np.testing.assert_allclose(found @ jnp.eye(6), exact, atol=1e-12)
+    np.testing.assert_allclose(found.inverse(9.0)(w), np.linalg.solve(exact + 9 * np.eye(6), w), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_the_inverse_is_linear_however_small_or_large(scale: float) -> None:
+    """And so are its derivatives: in float32, where such squares are zero or infinite."""
+    single = Operator(mean, jnp.ones((3, 2), jnp.float32), None, (jnp.float32(X), jnp.float32(Y)))
+    solve, v = single.inverse(0.1), jnp.arange(6, dtype=jnp.float32)
+    expected = np.linalg.solve(np.asarray(single @ jnp.eye(6)) + 0.1 * np.eye(6), v)
+    pulled = jax.grad(lambda x: jnp.vdot(scale * v, solve(x)))(v)
+    for found in (solve(scale * v), pulled, jax.jvp(solve, (v,), (scale * v,))[1]):
+        np.testing.assert_allclose(found / scale, expected, rtol=1e-3, atol=1e-4)
+    np.testing.assert_array_equal(solve(0 * v), 0)
 
 
 def test_conjugate_gradients_that_did_not_converge_are_no_solution() -> None:
@@ -187,10 +208,11 @@ def test_conjugate_gradients_that_did_not_converge_are_no_solution() -> None:
     with pytest.raises(FloatingPointError, match="did not converge: their residual is .* raise `damping`"):
         singular.inverse(0.0)(v)
     assert jnp.isnan(jax.jit(singular.inverse(0.0))(v)).all()
+    assert jnp.isnan(jax.grad(lambda x: jnp.sum(singular.inverse(0.0)(x)))(0 * v)).all()
     with pytest.raises(FloatingPointError, match="or `steps`, or allow a larger `tolerance`"):
-        of_tiny().inverse(0.0, steps=1)(v)
-    found = of_tiny().inverse(0.0, tolerance=1.0, steps=1)(v)
-    assert jnp.isfinite(found).all()
+        singular.inverse(0.0)(v)
+    for tolerance in (1e-6, 1.0):  # told to stop, they stop
+        assert jnp.isfinite(of_tiny().inverse(0.0, tolerance=tolerance, steps=1)(v)).all()
 
 
 @some_of("matrix", ["hessian", "ggn", "kflr"], "ggn", "kflr")

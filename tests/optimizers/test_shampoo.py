@@ -261,3 +261,20 @@ def test_what_belongs_to_a_leaf_is_one_value() -> None:
         ValueError, match=r"`b2` belongs to a whole leaf, as the factors do: one value.*got one for each of \(6, 12\)"
     ):
         hg.train(loss, matrices(), rule, batches(), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"), [((0, 2), {"b2": None}), long((2, 3, 0), {"b2": None, "every": 2, "block_size": None})]
+)
+def test_a_leaf_without_entries_trains_beside_others(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    w, x = {"w": jnp.linspace(-1.0, 1.0, 6).reshape(3, 2)}, jnp.arange(12.0).reshape(4, 3) / 12
+    loss = lambda p, theta, b: jnp.mean((b @ p["w"] - 1) ** 2) + sum(jnp.sum(v) for k, v in p.items() if k != "w")  # noqa: E731
+    of = lambda params: hg.train(loss, params, hg.Shampoo(0.1, **options), hg.full_batch(x), steps=2)  # noqa: E731
+    np.testing.assert_array_equal(of({**w, "none": jnp.zeros(shape)}).params["w"], of(w).params["w"])
+
+
+def test_tiles_of_a_leaf_without_entries() -> None:
+    for shape, size in itertools.product([(0,), (0, 2), (2, 3, 0), (0, 3, 2)], [None, 2]):
+        own, none = tiles(shape, size, 8192), jnp.zeros(shape)
+        assert own.leaf == shape and math.prod(own.merged) == 0
+        assert own.times(own.squares(none), none).shape == shape
