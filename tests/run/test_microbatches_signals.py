@@ -30,7 +30,7 @@ def classified(w: Any, theta: Any, batch: Any) -> jax.Array:
 @pytest.mark.parametrize(
     ("rule", "of_rows"),
     [
-        (lambda rate: hg.DiagonalGGN(rate), True),
+        long(lambda rate: hg.DiagonalGGN(rate), True),
         long(lambda rate: hg.SophiaG(rate, gamma=10.0), False),
         long(lambda rate: hg.partition({"a": hg.KFAC(rate), "b": hg.SGD(rate)}, {"a": "a", "b": "b"}), False),
         long(lambda rate: hg.partition({"a": hg.KFLR(rate), "b": hg.SGD(rate)}, {"a": "a", "b": "b"}), True),
