@@ -121,7 +121,7 @@ def _laid_out(problem: Problem, adjoint: Adjoint) -> LaidOut:
     """All that moves, running statistics after the parameters."""
     options: Any = {"unbounded": adjoint.buffer == "gmpy2"}
     steps, bits = problem.steps, adjoint.fraction_bits
-    out = lay_out(problem.optimizer, problem.params, steps, problem.state, bits, **options)
+    out = lay_out(problem.optimizer, problem.params, steps, problem.state, bits, **options, begin=adjoint.begins_at(steps))
     return out if problem.statistics is None else with_statistics(out, problem.statistics, steps, bits, **options)
 
 

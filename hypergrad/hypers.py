@@ -51,6 +51,7 @@ class Domain(eqx.Module):
         return jax.tree.map(self._constrain, values)
 
     def _constrain(self, u: Array) -> Array:
+        u = _as_float(u)
         low, high = self.ends(u.dtype)
         if self.kind == "positive":
             furthest = [np.nextafter(np.asarray(math.log(end), u.dtype), np.zeros((), u.dtype)) for end in (low, high)]
@@ -61,7 +62,8 @@ class Domain(eqx.Module):
     def ends(self, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
         """The least and the largest number of a type that the domain has."""
         if self.kind == "positive":
-            return np.asarray(jnp.finfo(dtype).tiny, dtype), np.asarray(jnp.finfo(dtype).max, dtype)
+            info = jnp.finfo(dtype)
+            return np.asarray(info.tiny, dtype), np.asarray(info.max, dtype)
         low, high = np.asarray(self.low, dtype), np.asarray(self.high, dtype)
         return (
             np.nextafter(low, high) if float(low) < self.low else low,
@@ -78,8 +80,8 @@ class Domain(eqx.Module):
 
 
 def positive(x: Any) -> Domain:
-    """x = exp(u), x > 0: learning rates, scales, penalties. float leaves of any shape, strictly positive. Wherever u goes, x
-    is a normal number of its type."""
+    """x = exp(u), x > 0: learning rates, scales, penalties. float leaves of any shape, strictly positive. Whatever finite u
+    is, x is a normal number of its type."""
     _reject_domains("positive", x)
     _check_leaves("positive", x, lambda v: (v > 0) & np.isfinite(v), "finite and > 0")
     return _representable(x, Domain(jax.tree.map(lambda v: jnp.log(_as_float(v)), x), "positive"), 0, math.inf)
@@ -191,10 +193,11 @@ def hyper_name(path: Any) -> str:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """(name, leaf) of each: its `hyper_name`, and where that is another's too, its `hyper_path`."""
+    """(name, leaf) of each: its `hyper_name`, and where that is another's too, all of its path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = collections.Counter(hyper_name(path) for path, _ in leaves)
-    return [(name if names[name := hyper_name(path)] == 1 else hyper_path(path), x) for path, x in leaves]
+    whole_path = jax.tree_util.keystr
+    return [(name if names[name := hyper_name(path)] == 1 else whole_path(path), x) for path, x in leaves]
 
 
 def _as_written(path: Any) -> tuple[Any, ...]:
@@ -251,12 +254,19 @@ def _representable(x: Any, domain: Domain, low: float, high: float) -> Domain:
     """The domain, whose values must still be strictly inside of it once they are stored."""
     given, natural_ = jax.tree.leaves(spread(x)), jax.tree.leaves(domain.natural())
     for value, stored in zip(given, natural_, strict=True):
-        if isinstance(stored, jax.core.Tracer) or bool(jnp.all((stored > low) & (stored < high))):
+        if isinstance(stored, jax.core.Tracer):
             continue
-        bad = whole(value).reshape(-1)[int(np.argmin(whole((stored > low) & (stored < high))))]
+        least, most = map(float, domain.ends(stored.dtype))
+        apart = np.abs(whole(stored).astype(np.float64) - whole(value).astype(np.float64))
+        moved = (domain.kind == "positive") & (apart > np.abs(whole(value).astype(np.float64)) / 2)
+        inside = whole((stored > low) & (stored < high)) & ~moved
+        if inside.all():
+            continue
+        bad = whole(value).reshape(-1)[int(np.argmin(inside))]
+        first, last = (least, most) if domain.kind == "positive" else (low, high)
         raise ValueError(
-            f"hg.{domain.kind}: {bad!s} cannot be told from an end of ({low:.6g}, {high:.6g}) in {stored.dtype.name}: take "
-            "a value further inside, or compute in float64 (jax.enable_x64)."
+            f"hg.{domain.kind}: {bad!s} cannot be told from an end of ({first:.6g}, {last:.6g}) in {stored.dtype.name}: "
+            "take a value further inside, or a longer type (float32, or float64 by jax.enable_x64)."
         )
     return domain
 

@@ -182,6 +182,11 @@ def test_batch_sizes_outside_the_data_are_refused(batch_size):
         (lambda: hg.full_batch("rows"), TypeError, "hg.full_batch takes a pytree of arrays of numbers; data is a str"),
         (lambda: hg.full_batch(lambda t: t), TypeError, "data is a function. A function of the step is a source"),
         (lambda: hg.minibatches(np.ones(3), 1, jax.random.split(KEY, 2)), ValueError, r"got keys of shape \(2,\). Take one"),
+        (
+            lambda: hg.minibatches(np.ones(3), 1, np.zeros(4, np.uint32)),
+            TypeError,
+            r"raw keys here have 2 numbers. Pass a typed",
+        ),
         (lambda: hg.minibatches(np.ones(3), 1, np.ones(2)), TypeError, r"must be a JAX key.*got float64\[2\]"),
         (lambda: hg.minibatches(np.ones(3), 1, KEY, "no"), TypeError, "`replacement` of hg.minibatches must be True or"),
         (lambda: hg.minibatches(np.ones(3), True, KEY), ValueError, "`batch_size` must be an integer from 1 to the 3"),
@@ -195,6 +200,23 @@ def test_what_is_no_data_key_or_number_is_told(make, error, text):
 def test_a_loader_that_fails_is_told_with_its_error():
     with pytest.raises(ValueError, match=r"no batch for step 0 \(IndexError: list index out of range\)"):
         hg.train(lambda w, theta, x: w * x, 1.0, hg.SGD(0.1), hg.host_batches(lambda t: [][t]), steps=2)
+
+
+@pytest.mark.parametrize("make", [hg.full_batch, hg.stacked, lambda x: hg.minibatches(x, 1, KEY)])
+def test_integers_that_do_not_fit_are_told_of_data(make):
+    for data in (np.array([2**32 + 1, 3]), np.array([2**64 - 1], np.uint64)):
+        with pytest.raises(ValueError, match=r"data\['a'\] has integers beyond u?int32, as which JAX reads them"):
+            make({"a": data})
+
+
+def test_what_is_an_array_to_numpy_is_data():
+    class Table:
+        def __array__(self, dtype=None, copy=None):
+            return np.arange(3.0)
+
+    np.testing.assert_array_equal(hg.full_batch({"a": Table()}).data["a"], jnp.arange(3.0))
+    with pytest.raises(TypeError, match="data has masked entries: fill them"):
+        hg.full_batch(np.ma.masked_array([1.0, 2.0], [0, 1]))
 
 
 def test_integers_that_do_not_fit_are_told():

@@ -180,6 +180,19 @@ def test_no_stored_value_leaves_its_domain(dtype, u):
         assert ("lower" if u < 0 else "upper") in said
 
 
+@pytest.mark.parametrize("value", [jnp.float16(1e-5), jnp.float16(3e-5)])
+def test_what_the_type_of_a_positive_number_does_not_have_is_refused(value):
+    with pytest.raises(ValueError, match=r"hg.positive: .* cannot be told from an end of \(6.10352e-05, 65504\) in float16"):
+        hg.positive(value)
+
+
+def test_what_is_stored_may_be_a_number_of_python():
+    for domain in (hg.positive(0.1), hg.unit_interval(0.5), hg.bounded(0.5, 0.0, 1.0)):
+        moved = with_stored(domain, 0.25)
+        np.testing.assert_array_equal(hg.natural(moved), hg.natural(with_stored(domain, jnp.float32(0.25))))
+        assert at_bounds({"a": moved}) == ()
+
+
 def test_another_start_takes_one_key_and_one_scale():
     for key, error, text in (
         (0, TypeError, "must be a JAX key"),

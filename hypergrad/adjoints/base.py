@@ -57,6 +57,11 @@ class Adjoint(abc.ABC):
             )
         return self.driver_name
 
+    def begins_at(self, steps: int) -> int:
+        """The first step that the derivative of a run of so many goes through; what came before is given."""
+        del steps
+        return 0
+
     def left_out(self, steps: int) -> str:
         """What the derivative of a run of so many steps does not have, a phrase for the status."""
         return ""

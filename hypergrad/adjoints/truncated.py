@@ -48,8 +48,11 @@ class Truncated(Adjoint):
     def left_out(self, steps: int) -> str:
         return f"what the first {steps - self.last} of {steps} steps do to the parameters" if self.last < steps else ""
 
+    def begins_at(self, steps: int) -> int:
+        return max(steps - self.last, 0)
+
     def run(self, run: Run, inputs: Inputs) -> Outcome:
-        late = dataclasses.replace(run, first=max(run.steps - self.last, 0))
+        late = dataclasses.replace(run, first=self.begins_at(run.steps))
         return reversed_run(late, Room(given(self.capacity)), inputs)
 
     def cost(self, steps: int) -> Cost:

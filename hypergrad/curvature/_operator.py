@@ -175,13 +175,14 @@ class Operator:
         order = np.argsort(-np.abs(values))
         return values[order], vectors[:, order]
 
-    def inverse(self, damping: float, tolerance: float = 1e-6, steps: int | None = None) -> Callable[[Any], Any]:
+    def inverse(self, damping: Any, tolerance: float = 1e-6, steps: int | None = None) -> Callable[[Any], Any]:
         """v -> (matrix + damping)^-1 v, by conjugate gradients: for a matrix without
         negative eigenvalues below -damping. Of a matrix in blocks by its eigenvectors, exactly. tolerance: of the residual,
         relative to v; steps: at most so many, and the residual is what it is then. Far from that it is `NonFiniteError`, or
         NaN where values are traced."""
-        if not damping >= 0:
+        if not isinstance(damping, jax.core.Tracer) and not damping >= 0:
             raise ValueError(f"`damping` must not be negative; got {damping}.")
+        damping = jnp.asarray(damping, self.dtype)
 
         def solve(flat: Array) -> Array:
             if self.factored is not None:

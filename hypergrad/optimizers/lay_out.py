@@ -53,10 +53,12 @@ def lay_out(
     fraction_bits: int | None,
     unbounded: bool,
     on_grid: bool = True,
+    begin: int = 0,
 ) -> LaidOut:
     """state: as `hg.train` takes it. fraction_bits: of the grid of the parameters; None: by their dtypes. unbounded: whether
     lost digits go to arbitrary-precision integers. on_grid: whether a run begins with the state, so that rules `begin`; else
-    a loop in floats goes on, which needs none of `Optimizer.bounds` against the rounding of a grid."""
+    a loop in floats goes on, which needs none of `Optimizer.bounds` against the rounding of a grid. begin: the step
+    that the derivative begins with."""
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
     layers = layers_of(optimizer, params)
     for layer in layers:
@@ -81,7 +83,7 @@ def lay_out(
         dtype = compute_dtype(leaves[first])
         name = tuple(layer.path for layer in stack.layers), dtype, *((key, id(x)) for key, x in expanded.items())
         if name not in of_rules:
-            of_rules[name] = prepared(stack, expanded, steps, dtype, on_grid)
+            of_rules[name] = prepared(stack, expanded, steps, dtype, on_grid, begin)
         found = of_rules[name]
         if state is not None and on_grid:
             found = begun(stack, found, expanded, start, steps, dtype, of_begin)

@@ -12,6 +12,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.lax import stop_gradient
 
 from hypergrad._programs import owned
 from hypergrad.hypers import describe
@@ -28,16 +29,29 @@ class Prepared(NamedTuple):
     begun: frozenset[str] = frozenset()  # those that `begin` put in their place
 
 
-def prepared(stack: Stack, fields: Hypers, steps: int, dtype: np.dtype, on_grid: bool = True) -> Prepared:
-    """`expand`ed fields followed by the rule's `prepare`. dtype: what entries that are no floats become; on_grid: as
-    `lay_out` has it."""
+def prepared(stack: Stack, fields: Hypers, steps: int, dtype: np.dtype, on_grid: bool = True, begin: int = 0) -> Prepared:
+    """`expand`ed fields followed by the rule's `prepare`. dtype: what entries that are no floats become; on_grid, begin: as
+    `lay_out` has them."""
     decays = {str(link.decay): link for link in stack.chain if link.decay}
     rule = stack.rule.optimizer
     own, around = _parts(stack, fields)
     h = {**prepare(rule, own, steps, dtype), **around}
+    if begin:
+        h |= _of_late_steps(rule, own, h, steps, dtype, begin)
     h |= {key: jnp.zeros_like(h[key]) for key in (_unfounded(stack) if on_grid else rule.bounds) if key in h}
     given = frozenset(name for name in decays if h[name] is fields.get(name))
     return Prepared({**h, **{name: ratio(link, h[name]) for name, link in decays.items() if name not in given}}, given)
+
+
+def _of_late_steps(rule: Optimizer, own: Hypers, h: Hypers, steps: int, dtype: np.dtype, begin: int) -> Hypers:
+    """What `prepare` makes for each step, the same numbers, with early steps and what the run goes on from as given: sums
+    and products over steps, such as bias corrections, would pass the derivative on to them."""
+    early = lambda x: (jnp.arange(steps) < begin).reshape(-1, *(1,) * (x.ndim - 1))  # noqa: E731
+    given = {
+        key: stop_gradient(x) if key in rule.weights else jnp.where(early(x), stop_gradient(x), x) for key, x in own.items()
+    }
+    found = prepare(rule, given, steps, dtype)
+    return {key: found[key] for key, x in h.items() if key in found and x is not own.get(key) and x.shape[0] == steps}
 
 
 def begun(

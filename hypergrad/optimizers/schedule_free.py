@@ -13,7 +13,7 @@ from hypergrad.optimizers.adam import SQUARE, bias_correction, root
 from hypergrad.optimizers.chain import PARAMS, Link, View
 from hypergrad.optimizers.expand import broadcast_prefix, concrete
 from hypergrad.optimizers.gradient_link import GradientLinked
-from hypergrad.schedules import PerStep
+from hypergrad.schedules import PerStep, spread
 
 
 _KEPT = "(1 - c) (1 - (1 - b1) learning_rate weight_decay)"  # of the parameters, as errors name it
@@ -61,8 +61,13 @@ class ScheduleFreeAdamW(GradientLinked):
     weights = {"square_weight": "b2"}
     entrywise = True
 
+    def hyperparameters(self) -> dict[str, Any]:
+        for x in jax.tree.leaves(spread(self.b1), is_leaf=lambda x: isinstance(x, PerStep)):
+            if isinstance(x, PerStep):
+                _check_constant(len(jax.tree.leaves(x.values)[0]))
+        return super().hyperparameters()
+
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
-        _check_constant(h["b1"].shape[0])
         _check_share(h["b1"])
         rate = jnp.broadcast_to(h["learning_rate"], (steps, *h["learning_rate"].shape[1:]))
         largest = jax.lax.cummax(rate, axis=0)

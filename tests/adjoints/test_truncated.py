@@ -56,6 +56,40 @@ def test_of_some_steps_it_is_that_of_the_run_that_begins_there(compile: Any) -> 
         assert jnp.isfinite(momentum) and momentum != whole.momentum
 
 
+# A run that Python cuts in two, so small that it takes no time.
+ROWS = np.linspace(-1.0, 1.0, 15).reshape(5, 3) + 0.3
+
+
+def of_rows(optimizer: Any, start: Any = None, rows: slice = slice(None), **options: Any) -> Any:
+    batches, w = hg.stacked(jnp.asarray(ROWS[rows], float)), jnp.array([0.1, 0.2, 0.3])
+    return hg.train(
+        lambda w, _, x: jnp.sum((w * x - 1.5) ** 2), w if start is None else start, optimizer, batches, **options
+    )
+
+
+@pytest.mark.parametrize("name", ["b1", "b2"])
+def test_what_steps_before_have_of_bias_corrections_is_given(name: str) -> None:
+    """And of a value per step nothing is passed on to earlier ones."""
+
+    def late(value: Any) -> Any:
+        rule = hg.Adam(0.05, **{name: value})
+        head = jax.lax.stop_gradient(of_rows(rule, rows=slice(2)))
+        return jnp.sum(of_rows(rule, head.params, slice(2, None), state=head.state, adjoint=hg.Unrolled()).params)
+
+    with jax.enable_x64(True):
+        of = lambda v: jnp.sum(of_rows(hg.Adam(0.05, **{name: v}), adjoint=hg.Truncated(3)).params)  # noqa: E731
+        np.testing.assert_allclose(jax.jit(jax.grad(of))(0.75), jax.jit(jax.grad(late))(0.75), rtol=1e-7)
+        each = jax.jit(jax.grad(lambda v: of(hg.PerStep(v))))(jnp.full(5, 0.75))
+        assert not each[:2].any() and each[2:].all()
+
+
+def test_what_steps_before_have_of_an_average_is_given() -> None:
+    with jax.enable_x64(True):
+        of = lambda v: jnp.sum(of_rows(hg.ScheduleFreeAdamW(hg.PerStep(v)), adjoint=hg.Truncated(3)).params)  # noqa: E731
+        each = jax.jit(jax.grad(of))(jnp.linspace(0.01, 0.03, 5))
+        assert not each[:2].any() and each[2:].all()
+
+
 def test_the_status_says_what_is_left_out() -> None:
     runs = [
         hg.train(NET.loss, NET.params(), hg.SGD(0.1), NET.batches(STEPS), theta=NET.theta(), adjoint=hg.Truncated(last))

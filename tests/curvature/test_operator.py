@@ -215,6 +215,13 @@ def test_conjugate_gradients_that_did_not_converge_are_no_solution() -> None:
         assert jnp.isfinite(of_tiny().inverse(0.0, tolerance=tolerance, steps=1)(v)).all()
 
 
+def test_damping_may_be_traced_and_of_any_type() -> None:
+    single = Operator(mean, jnp.ones((3, 2), jnp.float32), None, (jnp.float32(X), jnp.float32(Y)), "ggn")
+    v, expected = jnp.ones(6, jnp.float32), single.inverse(0.1)(jnp.ones(6, jnp.float32))
+    np.testing.assert_allclose(jax.jit(lambda d: single.inverse(d)(v))(0.1), expected, rtol=1e-5)
+    np.testing.assert_allclose(single.inverse(np.float64(0.1))(v), expected, rtol=1e-5)
+
+
 @some_of("matrix", ["hessian", "ggn", "kflr"], "ggn", "kflr")
 def test_vectors_of_any_real_type(matrix: str) -> None:
     single = Operator(mean, jnp.ones((3, 2), jnp.float32), None, (jnp.float32(X), jnp.float32(Y)), matrix)
