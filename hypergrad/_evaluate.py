@@ -19,6 +19,7 @@ from jax import Array
 from hypergrad import _programs as programs
 from hypergrad._average import Evaluated, averaged, mean, wide
 from hypergrad._door import calling, check_signature
+from hypergrad._hyper_names import hyper_path
 from hypergrad._needs import MUCH, Ask, Guessed, Need, fitted
 from hypergrad._placement import mesh_in_force, sharding_of
 from hypergrad._processes import several
@@ -26,7 +27,7 @@ from hypergrad._program_keys import contains
 from hypergrad._report import Ledger, listen
 from hypergrad.batches import check_key
 from hypergrad.errors import ISOLATED, OK, HypergradError, NonFiniteError
-from hypergrad.hypers import hyper_path, natural
+from hypergrad.hypers import natural
 
 
 class _OnSeveral(Exception):

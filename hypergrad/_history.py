@@ -13,9 +13,10 @@ import numpy as np
 from hypergrad import errors
 from hypergrad._forms import misfit, number, shown, text
 from hypergrad._forms import natural as is_natural
+from hypergrad._hyper_names import named_leaves
 from hypergrad._processes import divided
 from hypergrad.errors import Status
-from hypergrad.hypers import at_bounds, named_leaves, natural, split_fixed
+from hypergrad.hypers import at_bounds, natural, split_fixed
 
 
 class MetaStep(NamedTuple):

@@ -23,12 +23,13 @@ from hypergrad._checkpoint import Folder
 from hypergrad._descent import Descent, Point
 from hypergrad._evaluate import Evaluation, default_key, reject_traced
 from hypergrad._history import MetaStep, best, recorded, restored
+from hypergrad._hyper_names import hyper_path, named_leaves
 from hypergrad._processes import whole
 from hypergrad._run_record import Run, library_version
 from hypergrad._safe_files import Damaged
 from hypergrad._stability import Stability, worst_growth
 from hypergrad.callbacks import StopOnGrowth
-from hypergrad.hypers import check_hypers, describe_arrays, describe_hypers, hyper_path, named_leaves, split_fixed
+from hypergrad.hypers import check_hypers, describe_arrays, describe_hypers, split_fixed
 
 
 Callback = Callable[[MetaStep], Any]

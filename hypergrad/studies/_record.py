@@ -13,8 +13,9 @@ from optuna.trial import TrialState
 
 from hypergrad._forms import LARGEST
 from hypergrad._forms import natural as natural_number
+from hypergrad._hyper_names import hyper_path
 from hypergrad.errors import HypergradError
-from hypergrad.hypers import hyper_path, natural
+from hypergrad.hypers import natural
 
 
 class RecordTrials:
