@@ -5,7 +5,6 @@ Invariant: the history of a run that was killed and resumed is that of a run tha
 
 import contextlib
 import math
-import operator
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +23,7 @@ from hypergrad._descent import Descent, Point
 from hypergrad._evaluate import Evaluation, default_key, reject_traced
 from hypergrad._history import MetaStep, best, recorded, restored
 from hypergrad._hyper_names import hyper_path, named_leaves
+from hypergrad._integers import as_int
 from hypergrad._processes import whole
 from hypergrad._run_record import Run, library_version
 from hypergrad._safe_files import Damaged
@@ -238,9 +238,9 @@ def _check_start(folder: Folder, there: Any, here: Any) -> None:
 
 def _count(name: str, value: Any) -> int:
     """An integer of Python, whatever kind of integer it was given as."""
-    with contextlib.suppress(TypeError):
-        if not isinstance(value, bool) and operator.index(value) >= 1:
-            return operator.index(value)
+    count = as_int(value)
+    if count is not None and count >= 1:
+        return count
     raise ValueError(f"`{name}` must be an integer of at least 1; got {value!r}.")
 
 

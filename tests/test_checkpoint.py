@@ -1,6 +1,5 @@
 """A meta-loop that is killed and goes on has the history of one that is not; a folder of another run is refused by name."""
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -18,9 +17,7 @@ import pytest
 
 import hypergrad as hg
 from hypergrad import _folder_owner
-from hypergrad._history import recorded, restored
 from hypergrad._safe_files import sealed
-from hypergrad.errors import NON_FINITE, Status
 
 
 HYPERS = {"a": hg.positive(jnp.array([0.5, 2.0])), "m": hg.unit_interval(0.3), "fixed": hg.fixed(0.25)}
@@ -288,16 +285,3 @@ def test_restarts_keep_a_folder_each(tmp_path: pathlib.Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["start-0", "start-1"]
     for a, b in zip(again, first, strict=True):
         assert a.history[0].value == b.history[0].value
-
-
-def test_a_status_comes_back_whole() -> None:
-    i, f = np.int32, np.float32
-    status = Status(
-        i(NON_FINITE), i(3), i(0), f(np.inf), i(7), f(0.25), f(0.5), ("velocity['w']",), (16384.0,), np.bool_(True), i(0),
-        f(2.5), f(1e-6), ("early steps",), 4,
-    )  # fmt: skip
-    done = hg.MetaStep(0, 1.0, 1.0, 0.1, status, 0.0, {"x": f(1)})
-    (back,) = restored(json.loads(json.dumps(recorded([done]))), [done.hypers])
-    for field in dataclasses.fields(Status):
-        assert getattr(back.status, field.name) == getattr(status, field.name), field.name
-    assert back.status.sentence() == status.sentence()
