@@ -41,15 +41,23 @@ _WHAT = {
 def compare(folder: pathlib.Path, there: dict[str, str], here: dict[str, str]) -> None:
     """Raise where the record in the folder is of another run; warn where it was made elsewhere."""
     elsewhere = [name for name in _MACHINE if there[name] != here[name]]
+    kind = lambda prints: (prints["jax"], prints["processor"].partition(",")[0])  # noqa: E731
+    traced_alike = kind(there) == kind(here)
     if elsewhere:
         said = ", ".join(f"{name} {there[name]!r}, now {here[name]!r}" for name in elsewhere)
+        unknown = (
+            " Whether `loss`, `batches` and `optimizer` compute the same cannot be told: what was trained is given as it "
+            "was recorded."
+        )
         warnings.warn(
             f"the record in {folder} was made elsewhere: {said}. Sums may be rounded otherwise here. Each segment that is "
-            "gone back over is checked; one that differs is an error.",
+            "gone back over is checked; one that differs is an error."
+            + unknown
+            * (there["program"] != here["program"] and not traced_alike),
             stacklevel=4,
         )
     for name, what in _WHAT.items():
-        if there[name] != here[name] and not (name == "program" and elsewhere):
+        if there[name] != here[name] and (name != "program" or traced_alike):
             raise ValueError(
                 f"the record in {folder} is of another run: {what} differ. Open it with the arguments that it was made "
                 "with, or record in another folder."
