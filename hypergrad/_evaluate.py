@@ -18,13 +18,14 @@ from jax import Array
 
 from hypergrad import _programs as programs
 from hypergrad._average import Evaluated, averaged, mean, wide
-from hypergrad._door import calling, check_signature
+from hypergrad._door import check_signature
 from hypergrad._hyper_names import hyper_path
 from hypergrad._needs import MUCH, Ask, Guessed, Need, fitted
 from hypergrad._placement import mesh_in_force, sharding_of
 from hypergrad._processes import several
 from hypergrad._program_keys import contains
 from hypergrad._report import Ledger, listen
+from hypergrad._scalar import real_scalar
 from hypergrad.batches import check_key
 from hypergrad.errors import ISOLATED, OK, HypergradError, NonFiniteError
 from hypergrad.hypers import natural
@@ -247,23 +248,12 @@ def objective(train_fn: Any, val_fn: Any, monitor_fn: Any = None) -> Callable[[A
 
     def evaluate(learned: Any, fixed: Any, key: Array) -> tuple[Array, Array]:
         trained = train_fn(natural(eqx.combine(learned, fixed)), key)
-        monitor = jnp.asarray(jnp.nan if monitor_fn is None else _real_scalar("monitor_fn", monitor_fn, trained))
+        monitor = jnp.asarray(jnp.nan if monitor_fn is None else real_scalar("monitor_fn", monitor_fn, trained))
         if monitor_fn is not None:  # NaN says that there is none
             monitor = jnp.where(jnp.isnan(monitor), jnp.inf, monitor)
-        return _real_scalar("val_fn", val_fn, trained), monitor
+        return real_scalar("val_fn", val_fn, trained), monitor
 
     return evaluate
-
-
-def _real_scalar(name: str, function: Callable[[Any], Array], trained: Any) -> Array:
-    with calling(f"{name}(trained)", trained):
-        value = function(trained)
-    if not eqx.is_array_like(value):
-        raise TypeError(f"`{name}` must return one real float; got {type(value).__name__}. Return the number alone.")
-    shape, dtype = jnp.shape(value), jnp.result_type(value)
-    if shape != () or not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"`{name}` must return one real float; got {dtype.name}{list(shape)}. Take its mean or sum.")
-    return jnp.asarray(value)
 
 
 def _not_finite(value: float, grads: Any) -> str:

@@ -19,3 +19,4 @@ class Problem(NamedTuple):
     statistics: Any = None
     metric: Any = None
     microbatches: Any = None
+    past: Any = None  # the `Past` of a run that goes on from another

@@ -19,9 +19,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
+from hypergrad._integers import as_int
 from hypergrad._meshes import in_automatic_axes
 from hypergrad._record_files import (
     END,
@@ -30,6 +30,7 @@ from hypergrad._record_files import (
     End,
     Made,
     begin,
+    check_concrete,
     like_end,
     opened,
     outcome_of,
@@ -39,8 +40,10 @@ from hypergrad._record_files import (
     train_on,
 )
 from hypergrad._record_prints import compare, prints_of
+from hypergrad._record_resume import taken_over
 from hypergrad._record_states import file_of
 from hypergrad._safe_files import unsealed
+from hypergrad._scalar import real_scalar
 from hypergrad._settings import own_settings
 from hypergrad._train import Trained, put_together
 from hypergrad.adjoints import Reversible
@@ -49,17 +52,18 @@ from hypergrad.adjoints.recorded import Recorded
 from hypergrad.adjoints.reversible import Kept
 from hypergrad.adjoints.stored import buffers_of, spans
 from hypergrad.errors import ReversalError, StorageError
-from hypergrad.run.by_leaf import by_leaf, decays_of, laid_out, links_of
+from hypergrad.optimizers.past import Past
 from hypergrad.run.disk import DiskWords
 from hypergrad.run.fingerprints import state_prints
 from hypergrad.run.plan import marks
 from hypergrad.run.rewind import rewound
-from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Outcome, note
 from hypergrad.run.step import State, final_values, refilled, without_words
 
 
 LIMIT = 2**20  # bytes of record.json
+
+_GO_ON = " To differentiate what comes after a step, go on by hg.train(..., state=record.rewind(step).state)."
 
 
 @in_automatic_axes
@@ -132,11 +136,15 @@ class Record:
     def rewind(self, step: int) -> Trained:
         """What training had come to after `step` steps, bit for bit; 0: the start. In the time of the steps from there to
         the next state that is kept."""
+        step = self._known(step)
         return self._at(step, self._state(step))
 
     def steps(self, first: int, last: int) -> Iterator[tuple[int, Trained]]:
         """(step, `rewind(step)`) for step = last, last - 1, ..., first: backwards, in one go."""
-        wanted = range(self._known(last), self._known(first) - 1, -1)
+        first, last = self._known(first), self._known(last)
+        if first > last:
+            raise ValueError(f"`first` of steps must not be above `last`; got {first} and {last}. They come backwards.")
+        wanted = range(last, first - 1, -1)
         states = self._states(wanted)
 
         @in_automatic_axes
@@ -154,38 +162,36 @@ class Record:
         adjoint = Recorded(Kept(self._outcome, ends, self._end.batches))
         floats, others = eqx.partition(self._made.given, _is_float)
         floats = jax.tree.map(jnp.asarray, floats)
-        return jax.grad(lambda floats: function(self._made.train(eqx.combine(floats, others), adjoint)))(floats)
+        check_concrete("Record.hypergradient")
+        run = lambda floats: self._made.train(eqx.combine(floats, others), adjoint)  # noqa: E731
+        return jax.grad(lambda floats: real_scalar("function", function, run(floats)))(floats)
 
     @in_automatic_axes
     def resume(self, step: int, *, loss: Any = None, batches: Any = None, steps: int | None = None, **given: Any) -> Trained:
         """Train on from `step`, bit for bit as if from the start, with another loss, batches, optimizer or theta from there.
 
-        steps: in all; None: as before. What came before `step` is taken as it was, losses too. Raises ValueError where the
+        steps: in all; None: as before. What came before `step` is taken as it was: losses, and hyperparameters that held
+        there (weights of averages that are made of them, as Schedule-Free's, to rounding). Raises ValueError where the
         decays of the steps before are others: states are in their units.
         """
         if unknown := sorted(set(given) - {"optimizer", "theta"}):
             raise TypeError(f"`resume` takes loss, batches, steps, optimizer and theta; got {', '.join(unknown)}.")
-        made = self._made._replace(
-            loss=self._made.loss if loss is None else loss,
-            batches=self._made.batches if batches is None else batches,
+        step, before = self._known(step), self._made
+        if (total := as_int(steps)) is not None and total < step:
+            raise ValueError(f"`steps` of resume are in all: at least the {step} that are behind it; got {total}.")
+        made = before._replace(
+            loss=before.loss if loss is None else loss,
+            batches=before.batches if batches is None else batches,
             steps=self._run.steps if steps is None else steps,
-            given={**self._made.given, **given},
+            given={**before.given, **given},
+            past=Past(before.given["optimizer"], self._run.steps, step),
         )
-        state = self._state(step)
         run, inputs, about = made.set_up(Reversible(driver="scan"))
-        if run.steps < step:
-            raise ValueError(f"`steps` of resume are in all: at least the {step} that are behind it; got {run.steps}.")
+        check_concrete("Record.resume", inputs, _GO_ON)
+        state = self._state(step)
         with own_settings():
             plan, first, _ = begin(run, inputs)
-            if links_of(run) != links_of(self._run):
-                raise ValueError("`optimizer` must have the accumulators of the recorded run; it has others.")
-            state = laid_out(run, by_leaf(self._run, state))
-            if _shapes(first) != _shapes(state):
-                raise ValueError(
-                    "`optimizer` must have the accumulators of the recorded run, of the same shapes, and their decays in "
-                    "the form that they had: one number for a leaf, or one for each weight."
-                )
-            self._same_units(run, inputs, step)
+            state = taken_over(run, inputs, first, (self._run, self._inputs), state, step)
             losses = self._end.losses[:step]
             if length := run.steps - step:
                 state, late = run.segment(train_on, inputs, plan, state, jnp.int32(step), static=(length,))
@@ -201,13 +207,15 @@ class Record:
         outcome = Outcome(values, self._end.losses[:step], self._outcome.status)
         return put_together(self._run, self._about, outcome, step, self._made.given["state"], jnp.bool_(True))
 
-    def _known(self, step: int) -> int:
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= self._run.steps:
+    def _known(self, step: Any) -> int:
+        check_concrete("hg.Record")
+        found = as_int(step)
+        if found is None or not 0 <= found <= self._run.steps:
             raise ValueError(f"`step` must be an integer from 0 to {self._run.steps}; got {step!r}.")
-        return step
+        return found
 
     def _state(self, step: int) -> State:
-        ((_, state),) = self._states([self._known(step)])
+        ((_, state),) = self._states([step])
         return state
 
     def _states(self, wanted: Sequence[int]) -> Iterator[tuple[int, State]]:
@@ -268,19 +276,6 @@ class Record:
             "than when it was recorded. Another version of JAX, other flags of XLA or another processor may round "
             "otherwise: open it where it was made, or record again."
         )
-
-    def _same_units(self, run: Run, inputs: Inputs, step: int) -> None:
-        there, here = decays_of(self._run, self._inputs), decays_of(run, inputs)
-        for link, old in there.items():
-            if link not in here or not np.array_equal(old[:step], here[link][:step]):
-                raise ValueError(
-                    f"the decays (momenta) of the steps before {step} must be those of the recorded run, in whose units its "
-                    "state is; change them from there on, by hg.PerStep."
-                )
-
-
-def _shapes(state: State) -> Any:
-    return jax.tree.structure(state), [x.shape for x in jax.tree.leaves(state)]
 
 
 def _apart(tree: Any) -> Any:

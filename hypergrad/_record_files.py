@@ -29,6 +29,7 @@ from hypergrad.adjoints.stored import store_segments
 from hypergrad.batches import HostBatches
 from hypergrad.errors import StorageError
 from hypergrad.optimizers.expand import concrete
+from hypergrad.optimizers.past import Past
 from hypergrad.run.disk import DiskWords
 from hypergrad.run.fingerprints import state_prints
 from hypergrad.run.forward import forward, steps_of, steps_within
@@ -54,12 +55,11 @@ class Made(NamedTuple):
     steps: int | None
     given: dict[str, Any]
     microbatches: Any = None
+    past: Past | None = None
 
     def set_up(self, adjoint: Any) -> tuple[Run, Inputs, About]:
-        problem = Problem(
-            loss=self.loss, batches=self.batches, steps=self.steps, microbatches=self.microbatches, **self.given
-        )
-        return set_up(problem, adjoint)
+        others = {"steps": self.steps, "microbatches": self.microbatches, "past": self.past}
+        return set_up(Problem(loss=self.loss, batches=self.batches, **others, **self.given), adjoint)
 
     def train(self, given: dict[str, Any], adjoint: Any) -> Trained:
         g, others = {**self.given, **given}, {"theta", "state", "statistics"}
@@ -153,9 +153,17 @@ def _keep(run: Run, inputs: Inputs, prints: dict[str, str], folder: pathlib.Path
 
 def run_of(made: Made, folder: pathlib.Path) -> tuple[Run, Inputs, About]:
     run, inputs, about = made.set_up(Reversible(driver="scan", buffer=Disk(str(folder), keep=True)))
-    if not concrete((inputs, jnp.zeros(()))):
-        raise ValueError("hg.record works from Python and on files: call it outside of jax.jit, jax.vmap and jax.grad.")
+    check_concrete("hg.record", inputs)
     return run, inputs, about
+
+
+def check_concrete(name: str, values: Any = (), cure: str = "") -> None:
+    """That nobody traces the caller: what it works on are files."""
+    if not concrete((values, jnp.zeros(()))):  # inside of jax.jit, what it makes is traced, whatever it is made of
+        raise ValueError(
+            f"{name} works from Python and on files: call it outside of jax.jit, jax.vmap and jax.grad, with values that "
+            f"are known.{cure}"
+        )
 
 
 def begin(run: Run, inputs: Inputs) -> tuple[Plan, State, Capacity]:

@@ -40,6 +40,7 @@ class About(NamedTuple):
     layers: tuple[Layer, ...]
     tree: Any  # of the parameters
     statistics_tree: Any  # None where there are none
+    begin: int = 0  # the step that the derivative begins with
 
 
 def set_up(problem: Problem, adjoint: Adjoint = Reversible(), throw: bool = True) -> tuple[Run, Inputs, About]:  # noqa: B008
@@ -47,7 +48,7 @@ def set_up(problem: Problem, adjoint: Adjoint = Reversible(), throw: bool = True
     door.check_kinds(problem.loss, problem.optimizer, problem.batches, adjoint)
     source = problem.batches if isinstance(problem.batches, HostBatches) else None
     problem = _checked(problem)
-    _, params, optimizer, _, _, steps, _, means, metric, parts = problem
+    _, params, optimizer, _, _, steps, _, means, metric, parts, _ = problem
     traced = _traced(problem)
     out = _laid_out(problem, adjoint)
     h = [{**own, **flat} for own, flat in zip(out.h, out.per_step, strict=True)]
@@ -88,7 +89,7 @@ def set_up(problem: Problem, adjoint: Adjoint = Reversible(), throw: bool = True
     )
     run = with_foreign(run, out.values, of_one_step, seen)
     inputs = Inputs(out.values, h, traced.theta, traced.frozen)
-    return run, inputs, About(out.layers, jax.tree.structure(params), statistics_tree)
+    return run, inputs, About(out.layers, jax.tree.structure(params), statistics_tree, adjoint.begins_at(steps))
 
 
 def _checked(problem: Problem) -> Problem:
@@ -121,7 +122,8 @@ def _laid_out(problem: Problem, adjoint: Adjoint) -> LaidOut:
     """All that moves, running statistics after the parameters."""
     options: Any = {"unbounded": adjoint.buffer == "gmpy2"}
     steps, bits = problem.steps, adjoint.fraction_bits
-    out = lay_out(problem.optimizer, problem.params, steps, problem.state, bits, **options, begin=adjoint.begins_at(steps))
+    late: Any = {"begin": adjoint.begins_at(steps), "past": problem.past}
+    out = lay_out(problem.optimizer, problem.params, steps, problem.state, bits, **options, **late)
     return out if problem.statistics is None else with_statistics(out, problem.statistics, steps, bits, **options)
 
 

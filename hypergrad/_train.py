@@ -87,7 +87,7 @@ def train(
 
 def put_together(run: Run, about: About, outcome: Outcome, steps: int, state: dict[str, Any] | None, ok: Array) -> Trained:
     """What a run came to after so many steps, as its caller knows it. state: that it began with; ok: else all is NaN."""
-    weights = weights_after(about.layers, state, steps)
+    weights = weights_after(about.layers, state, steps, about.begin)
     values, losses, metrics, weights = mask(ok, (outcome.values, outcome.losses, outcome.metrics, weights))
     final = final_state(run.of_parameters, values, about.tree)
     means = None

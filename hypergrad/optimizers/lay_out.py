@@ -25,6 +25,7 @@ from hypergrad.optimizers.expand import (
 )
 from hypergrad.optimizers.initial import initial_values
 from hypergrad.optimizers.partition import Layer, Stack, layers_of, stacks_of
+from hypergrad.optimizers.past import Before, Past
 from hypergrad.optimizers.prepared import Prepared, begun, check_fits, prepared
 from hypergrad.optimizers.statistics import MEANS, Statistics
 from hypergrad.optimizers.transform import Transform
@@ -54,11 +55,12 @@ def lay_out(
     unbounded: bool,
     on_grid: bool = True,
     begin: int = 0,
+    past: Past | None = None,
 ) -> LaidOut:
     """state: as `hg.train` takes it. fraction_bits: of the grid of the parameters; None: by their dtypes. unbounded: whether
     lost digits go to arbitrary-precision integers. on_grid: whether a run begins with the state, so that rules `begin`; else
     a loop in floats goes on, which needs none of `Optimizer.bounds` against the rounding of a grid. begin: the step
-    that the derivative begins with."""
+    that the derivative begins with. past: what held before the step from which the optimizer does."""
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
     layers = layers_of(optimizer, params)
     for layer in layers:
@@ -76,14 +78,20 @@ def lay_out(
     of_rules: dict[Hashable, Prepared] = {}
     of_begin: dict[Hashable, Any] = {}
     rows: dict[Hashable, Array] = {}
+    before = None if past is None else Before(past, params, state, len(leaves))
     for own, start, flat in zip(lying, values, in_vectors, strict=True):
         first, stack = own[0], stacks[own[0]]
         path = jax.tree_util.keystr(paths[first])
-        expanded = expand(stack, of_leaf[first], first, path, leaves[first], steps, flat, made)
+        own_fields = expand(stack, of_leaf[first], first, path, leaves[first], steps, flat, made)
+        expanded = own_fields
+        if before is not None:
+            expanded = before.joined(own_fields, first, path, leaves[first], steps, flat)
         dtype = compute_dtype(leaves[first])
         name = tuple(layer.path for layer in stack.layers), dtype, *((key, id(x)) for key, x in expanded.items())
         if name not in of_rules:
             of_rules[name] = prepared(stack, expanded, steps, dtype, on_grid, begin)
+            if before is not None:
+                of_rules[name] = before.with_decays(of_rules[name], first, path, leaves[first], steps, flat)
         found = of_rules[name]
         if state is not None and on_grid:
             found = begun(stack, found, expanded, start, steps, dtype, of_begin)
@@ -97,8 +105,9 @@ def lay_out(
         }  # fmt: skip
         blocks.append(block(own, list(leaves), stack.chain, hj, **options))
         h.append(hj)
-        alike.append(_decays_alike(stack, of_leaf[first], first, found, blocks[-1]))
-        kept = {key for key, x in hj.items() if x is expanded.get(key)}
+        joined = {key: id(x) for key, x in expanded.items() if x is not own_fields[key]}
+        alike.append(_decays_alike(stack, of_leaf[first], first, found, blocks[-1], joined))
+        kept = {key for key, x in hj.items() if x is own_fields.get(key)}
         per_step.append(
             {key: x for key, x in _per_step(stack, of_leaf[first], first, blocks[-1], rows).items() if key in kept}
         )
@@ -107,11 +116,11 @@ def lay_out(
 
 
 def _decays_alike(
-    stack: Stack, fields: list[dict[str, Field]], leaf: int, found: Prepared, block: Block
+    stack: Stack, fields: list[dict[str, Field]], leaf: int, found: Prepared, block: Block, joined: dict[str, int]
 ) -> tuple[Hashable, ...]:
     """Of each link, what tells its decay from another's: of one that `prepare` makes, all that this is made of; of one that
-    `begin` makes, which sees values of links, itself."""
-    rule = {key: shared_value(field.values[leaf]) for key, field in fields[-1].items()}
+    `begin` makes, which sees values of links, itself. joined: the arrays of fields that had other values before, by id."""
+    rule = {key: joined.get(key, shared_value(field.values[leaf])) for key, field in fields[-1].items()}
     all_of = (stack.rule.path, *rule.values())
 
     def source(decay: Any) -> Hashable:

@@ -9,12 +9,14 @@ from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.lax import stop_gradient
 
 from hypergrad._programs import owned
+from hypergrad.exact import substitute
 from hypergrad.hypers import describe
 from hypergrad.optimizers.chain import Optimizer, early
 from hypergrad.optimizers.expand import Hypers, ratio
@@ -46,12 +48,20 @@ def prepared(stack: Stack, fields: Hypers, steps: int, dtype: np.dtype, on_grid:
 def _of_late_steps(rule: Optimizer, own: Hypers, h: Hypers, steps: int, dtype: np.dtype, begin: int) -> Hypers:
     """What `prepare` makes for each step, the same numbers, with early steps and what the run goes on from as given: sums
     and products over steps, such as bias corrections, would pass the derivative on to them."""
-    early = lambda x: (jnp.arange(steps) < begin).reshape(-1, *(1,) * (x.ndim - 1))  # noqa: E731
-    given = {
-        key: stop_gradient(x) if key in rule.weights else jnp.where(early(x), stop_gradient(x), x) for key, x in own.items()
-    }
-    found = prepare(rule, given, steps, dtype)
-    return {key: found[key] for key, x in h.items() if key in found and x is not own.get(key) and x.shape[0] == steps}
+
+    def late(own: Hypers) -> Hypers:
+        early = lambda x: (jnp.arange(steps) < begin).reshape(-1, *(1,) * (x.ndim - 1))  # noqa: E731
+        one = lambda key, x: stop_gradient(x) if key in rule.weights else jnp.where(early(x), stop_gradient(x), x)  # noqa: E731
+        return prepare(rule, {key: one(key, x) for key, x in own.items()}, steps, dtype)
+
+    like = jax.eval_shape(late, own)
+    wanted = {key: x for key, x in h.items() if key in like and x is not own.get(key) and x.shape == like[key].shape}
+    if not wanted:
+        return {}
+    # Compiled where there is one for each weight, so that none is spread over the steps that these do not need.
+    compiled = jax.jit if any(x.size > x.shape[0] for x in own.values()) else lambda f: f
+    found = compiled(lambda own: {key: x for key, x in late(own).items() if key in wanted})(own)
+    return {key: substitute(found[key], x) for key, x in wanted.items()}
 
 
 def begun(

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.lax import stop_gradient
 
 from hypergrad._programs import owned
-from hypergrad.exact import to_ratio
+from hypergrad.exact import substitute, to_ratio
 from hypergrad.hypers import describe
 from hypergrad.optimizers.chain import Link, Optimizer
 from hypergrad.optimizers.expand import per_step_leaves
@@ -29,8 +30,8 @@ def weights_of(layer: Layer, state: dict[str, Any] | None) -> dict[str, Any]:
     found = {}
     if layer.is_rule:
         _check_decays(layer.optimizer)
-    for name in layer.optimizer.weights if layer.is_rule and state else ():
-        value = (state or {}).get(name)
+    for name in layer.optimizer.weights if layer.is_rule and isinstance(state, dict) else ():
+        value = state.get(name)  # type: ignore[union-attr]
         for label in layer.labels:
             if not isinstance(value, (dict, type(None))):
                 raise ValueError(
@@ -59,13 +60,13 @@ def _check_decays(rule: Optimizer) -> None:
             )
 
 
-def weights_after(layers: tuple[Layer, ...], state: dict[str, Any] | None, steps: int) -> dict[str, Any]:
-    """What they come to, of the form of their decays without steps."""
+def weights_after(layers: tuple[Layer, ...], state: dict[str, Any] | None, steps: int, begin: int = 0) -> dict[str, Any]:
+    """What they come to, of the form of their decays without steps. begin: the step that the derivative begins with."""
     result: dict[str, Any] = {}
     for layer in layers:
         before = weights_of(layer, state)
         for name, decay in layer.optimizer.weights.items() if layer.is_rule else ():
-            after = _after(layer, decay, before.get(name, 0.0), steps)
+            after = _after(layer, decay, before.get(name, 0.0), steps, begin)
             if not layer.labels:
                 result[name] = after
                 continue
@@ -76,7 +77,7 @@ def weights_after(layers: tuple[Layer, ...], state: dict[str, Any] | None, steps
     return result
 
 
-def _after(layer: Layer, decay: str, before: Any, steps: int) -> Any:
+def _after(layer: Layer, decay: str, before: Any, steps: int, begin: int) -> Any:
     is_leaf = lambda x: isinstance(x, PerStep) or x is None  # noqa: E731
     link = next(link for link in layer.optimizer.chain if link.decay == decay)
     rho = per_step_leaves(layer.optimizer.hyperparameters()[decay])
@@ -84,18 +85,25 @@ def _after(layer: Layer, decay: str, before: Any, steps: int) -> Any:
         before = jax.tree.broadcast(before, jax.tree.map(lambda _: 0, rho, is_leaf=is_leaf))
     except ValueError:
         rho = jax.tree.broadcast(rho, before, is_leaf=is_leaf)
-    return jax.tree.map(functools.partial(_weight, link, steps), rho, before, is_leaf=is_leaf)
+    return jax.tree.map(functools.partial(_weight, link, steps, begin), rho, before, is_leaf=is_leaf)
 
 
-def _weight(link: Link, steps: int, rho: Any, before: Any) -> Array | None:
+def _weight(link: Link, steps: int, begin: int, rho: Any, before: Any) -> Array | None:
     if rho is None:
         return None
     per_step = isinstance(rho, PerStep)
-    return _whole_weight(owned(rho.values if per_step else rho), before, link.denominator, link.may_be_one, steps, per_step)
+    form = link.denominator, link.may_be_one, steps, begin, per_step
+    return _whole_weight(owned(rho.values if per_step else rho), stop_gradient(before) if begin else before, *form)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=True)
-def _whole_weight(rho: Array, before: Any, denominator: int, may_be_one: bool, steps: int, per_step: bool) -> Array:
-    """before + (1 - before) (1 - the product of rho over the steps), by logarithms: see `_mean_weight` in adam.py."""
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6), inline=True)
+def _whole_weight(
+    rho: Array, before: Any, denominator: int, may_be_one: bool, steps: int, begin: int, per_step: bool
+) -> Array:
+    """before + (1 - before) (1 - the product of rho over the steps), by logarithms: see `_mean_weight` in adam.py. Those of
+    the steps before `begin` are given."""
     x = jnp.log(to_ratio(rho.astype(jnp.promote_types(rho.dtype, jnp.float32)), denominator, may_be_one))
-    return before - (1 - before) * jnp.expm1(jnp.sum(x[:steps], axis=0) if per_step else steps * x)
+    total = jnp.sum(x[:steps], axis=0) if per_step else steps * x
+    if begin:
+        total = substitute(jnp.sum(x[begin:steps], axis=0) if per_step else (steps - begin) * x, total)
+    return before - (1 - before) * jnp.expm1(total)

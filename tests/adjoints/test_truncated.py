@@ -10,6 +10,7 @@ import pytest
 from covering import long, some_of
 
 import hypergrad as hg
+from hypergrad.optimizers.chain import Optimizer
 
 
 STEPS, LAST = 12, 5
@@ -81,6 +82,50 @@ def test_what_steps_before_have_of_bias_corrections_is_given(name: str) -> None:
         np.testing.assert_allclose(jax.jit(jax.grad(of))(0.75), jax.jit(jax.grad(late))(0.75), rtol=1e-7)
         each = jax.jit(jax.grad(lambda v: of(hg.PerStep(v))))(jnp.full(5, 0.75))
         assert not each[:2].any() and each[2:].all()
+
+
+def test_nor_have_weights_of_means_that_a_run_ends_with() -> None:
+    """`Trained.state` has them, for whoever goes on from there."""
+    weight = lambda rule, **options: of_rows(rule, **options).state["mean_weight"]  # noqa: E731
+    late = {"adjoint": hg.Truncated(3)}
+    with jax.enable_x64(True):
+        start = jax.tree.map(jnp.asarray, of_rows(hg.Adam(0.05), rows=slice(2)).state)
+        of_state = lambda x: weight(hg.Adam(0.05), state={**start, "mean_weight": x}, **late)  # noqa: E731
+        assert jax.grad(of_state)(start["mean_weight"]) == 0
+        each = jax.grad(lambda v: weight(hg.Adam(0.05, hg.PerStep(v)), **late))(jnp.full(5, 0.75))
+        np.testing.assert_allclose(each, [0, 0, *[-(0.75**4)] * 3])
+        constant = jax.grad(lambda v: weight(hg.Adam(0.05, v), **late))
+        np.testing.assert_allclose(constant(0.75), jnp.sum(each))
+        assert weight(hg.Adam(0.05, 0.75), **late) == weight(hg.Adam(0.05, 0.75))
+
+
+class OfMean(Optimizer):
+    """Every step has the mean of all rates: an entry with one row."""
+
+    learning_rate: Any
+    momentum: Any = 0.9
+    chain = hg.HeavyBall(0.1).chain
+
+    def prepare(self, h: dict[str, jax.Array], steps: int) -> dict[str, jax.Array]:
+        return {**h, "learning_rate": jnp.mean(h["learning_rate"], axis=0, keepdims=True)}
+
+
+def test_what_steps_before_have_of_a_sum_is_given_whatever_its_shape() -> None:
+    with jax.enable_x64(True):
+        of = lambda v: jnp.sum(of_rows(OfMean(hg.PerStep(v)), adjoint=hg.Truncated(3)).params)  # noqa: E731
+        each = jax.jit(jax.grad(of))(jnp.linspace(0.01, 0.03, 5))
+        assert not each[:2].any() and each[2:].all()
+
+
+def test_nothing_is_spread_over_steps_that_no_step_needs() -> None:
+    """A rate for each weight is one row, of which the share that decay leaves is made, one row too."""
+    rate, w = jnp.full(64, 0.01), jnp.ones(64)
+    train = lambda rate: hg.train(  # noqa: E731
+        lambda w, *_: jnp.sum(w**2), w, hg.AdamW(rate), hg.full_batch(0.0), steps=96, adjoint=hg.Truncated(3)
+    )
+    program = jax.make_jaxpr(lambda rate: train(rate).params)(rate).jaxpr
+    large = [x.aval.shape for e in program.eqns for x in e.outvars if x.aval.size >= 64 * 96]
+    assert not large
 
 
 def test_what_steps_before_have_of_an_average_is_given() -> None:

@@ -1,0 +1,104 @@
+"""A run that goes on from a record with other hyperparameters, and what its methods are given."""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from covering import long
+from tiny import BATCHES, PARAMS, SGD, fails, loss
+
+import hypergrad as hg
+
+
+STEPS, GONE = 6, 3
+TWO = {"a": jnp.array([0.1, 0.2]), "b": jnp.array([0.3])}
+
+
+def of_two(w: Any, theta: Any, batch: Any) -> jax.Array:
+    del theta
+    return jnp.sum((w["a"] * batch - 1.5) ** 2) + jnp.sum((w["b"] + batch) ** 2)
+
+
+def schedule_free(rate: Any, weight_decay: Any = 0.0) -> Any:
+    return hg.ScheduleFreeAdamW(rate, weight_decay=weight_decay)
+
+
+def changed(before: float, after: float) -> hg.PerStep:
+    return hg.PerStep(jnp.array([before] * GONE + [after] * (STEPS - GONE)))
+
+
+OTHERS: dict[str, tuple[Any, Any, Any]] = {  # recorded, from there on, the two as one
+    "rate": (schedule_free(0.01), schedule_free(0.05), schedule_free(changed(0.01, 0.05))),
+    "by leaf": (
+        schedule_free({"a": 0.01, "b": 0.02}),
+        schedule_free(0.05),
+        schedule_free({"a": changed(0.01, 0.05), "b": changed(0.02, 0.05)}),
+    ),
+    "muon": (hg.Muon(0.01), hg.Muon(0.05), hg.Muon(changed(0.01, 0.05))),
+}
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("name", ["rate", "by leaf", long("muon")])
+def test_sums_over_steps_have_what_held_before(name: str, tmp_path: pathlib.Path) -> None:
+    """The weights of an average are made of all rates so far."""
+    recorded, late, whole = OTHERS[name]
+    batches = hg.stacked(jnp.linspace(-1.0, 1.0, STEPS))
+    record = hg.record(of_two, TWO, recorded, batches, folder=tmp_path)
+    expected = hg.train(of_two, TWO, whole, batches)
+    for found in (record.resume(GONE, optimizer=late), record.resume(GONE, optimizer=whole)):
+        np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)  # the weights are in units of the largest rate
+        for x, y in zip(*map(jax.tree.leaves, (found.params, expected.params)), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+@pytest.fixture
+def record(tmp_path: pathlib.Path) -> hg.Record:
+    return hg.record(loss, PARAMS, SGD, BATCHES, steps=3, folder=tmp_path)
+
+
+ASKED: dict[str, Callable[[hg.Record, Any], Any]] = {
+    "hg.Record": lambda r, x: r.resume(1, optimizer=hg.SGD(x, 0.9)).params,
+    "Record.hypergradient": lambda r, x: r.hypergradient(lambda run: x * jnp.sum(run.params["w"])),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_files_are_not_read_inside_of_jit(name: str, record: hg.Record) -> None:
+    with fails(ValueError, f"{name} works from Python and on files", "outside of jax.jit"):
+        jax.jit(lambda x: ASKED[name](record, x))(0.1)
+
+
+def test_nor_is_what_comes_after_a_step_differentiated(record: hg.Record) -> None:
+    with fails(ValueError, "Record.resume works from Python", "hg.train(..., state=record.rewind(step).state)"):
+        jax.grad(lambda rate: jnp.sum(record.resume(1, optimizer=hg.SGD(rate, 0.9)).params["w"]))(0.1)
+
+
+def test_a_step_may_be_a_number_of_numpy_or_jax(record: hg.Record) -> None:
+    for step in (np.int64(2), jnp.int32(2)):
+        np.testing.assert_array_equal(record.rewind(step).losses, record.trained.losses[:2])
+        np.testing.assert_array_equal(record.resume(step).losses, record.trained.losses)
+        assert [k for k, _ in record.steps(np.int64(1), step)] == [2, 1]
+
+
+def test_steps_come_backwards(record: hg.Record) -> None:
+    with fails(ValueError, "`first` of steps must not be above `last`; got 3 and 1"):
+        record.steps(3, 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "got"),
+    [
+        (lambda run: run.losses, ValueError, "float32[3]. Take its mean or sum"),
+        (lambda run: (run.losses[0],), TypeError, "got tuple"),
+        (lambda run: None, TypeError, "got NoneType"),
+        (lambda run: 1, ValueError, "got int32[]"),
+    ],
+)
+def test_a_hypergradient_is_that_of_one_number(function: Any, error: Any, got: str, record: hg.Record) -> None:
+    with fails(error, "`function` must return one real float", got):
+        record.hypergradient(function)
