@@ -22,6 +22,7 @@ from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import PARAMS, Optimizer
 from hypergrad.optimizers.initial import final_state
 from hypergrad.run.functions import Metrics
+from hypergrad.schedules import PerStep, spread
 
 
 CALL = "metric(params, theta, batch, state, hypers)"
@@ -40,7 +41,7 @@ def measured(
 
     blocks: of the parameters; values: of each block, initial ones; tree: of the parameters.
     """
-    whole, stepped = door.theta_by_steps(optimizer, steps, "optimizer")
+    whole, stepped = door.theta_by_steps(_in_floats(optimizer), steps, "optimizer")
     floats, others = eqx.partition(whole, eqx.is_inexact_array)
     leaves, structure = jax.tree.flatten(floats)
 
@@ -63,6 +64,17 @@ def measured(
     kernels = Program(mended(program.jaxpr), key_today(program), program.out)
     found = Metrics(kernels, places, len(leaves), rules_of(metric, program, held, arguments))
     return _among(traced, found, leaves, stepped, rest)
+
+
+def _in_floats(optimizer: Optimizer) -> Any:
+    """With what is `PerStep` of integers in floats, as rules read it."""
+
+    def floats(x: Any) -> Any:
+        whole = eqx.is_array_like(x) and jnp.issubdtype(jnp.result_type(x), jnp.integer)
+        return jnp.asarray(x, float) if whole else x
+
+    one = lambda x: jax.tree.map(floats, x) if isinstance(x, PerStep) else x  # noqa: E731
+    return jax.tree.map(one, spread(optimizer), is_leaf=lambda x: isinstance(x, PerStep))
 
 
 def _like(blocks: tuple[Block, ...], values: list[Floats]) -> list[dict[str, jax.ShapeDtypeStruct]]:

@@ -224,3 +224,10 @@ def test_a_metric_at_rest_passes_on_what_comes_in_large() -> None:
 
     expected = jax.grad(f)(1.0, 1.0, hg.Unrolled())
     np.testing.assert_allclose(jax.grad(f)(1.0, 1e16, hg.Reversible()) / 1e16, expected, rtol=1e-5)
+
+
+def test_it_sees_integers_of_a_schedule_as_the_rule_does() -> None:
+    given = hg.HeavyBall(hg.PerStep(jnp.array([1, 1, 2])), 0.5)
+    run = train(optimizer=given, metric=lambda w, theta, batch, state, hypers: hypers.learning_rate)
+    np.testing.assert_array_equal(run.metrics, [1.0, 1.0, 2.0])
+    np.testing.assert_array_equal(run.losses, train(optimizer=given).losses)
