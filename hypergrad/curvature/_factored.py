@@ -117,7 +117,7 @@ def arranged(found: Found, leaf: int, x: Array) -> Array:
         return x.reshape(1, 1, -1)
     use = found.of(leaf)[0]
     assert use.layer is not None
-    return use.layer.arrange(found.flat.equations[use.index], use.place, use.view(x))
+    return use.layer.arrange(found.flat.equations[use.index], use.place, use.view.places(x))  # in x's own dtype
 
 
 def _placed(found: Found, leaf: int, like: Array, x: Array) -> Array:

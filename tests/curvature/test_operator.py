@@ -118,6 +118,19 @@ def test_factors_of_streamed_batches_are_averages(network: Any) -> None:
     assert abs(float(drawn.trace(jax.random.key(0))[0] / whole.trace(jax.random.key(0))[0]) - 1) < 0.5
 
 
+@some_of("matrix", ["kflr", "ekflr"])
+def test_blocks_of_a_weight_that_is_used_in_half_precision_are_linear(matrix: str) -> None:
+    """Its vectors do not go through the conversion: float16 ends at 6e-8 and at 65504."""
+    w, x, y = (jnp.asarray(np.random.default_rng(0).normal(size=s), jnp.float32) for s in ((3, 2), (4, 3), (4, 2)))
+    short = lambda w, theta, b: jnp.mean((b[0].astype(jnp.float16) @ w.astype(jnp.float16) - b[1]) ** 2)  # noqa: E731
+    found = Operator(short, w, None, (x, y), matrix)
+    v = jnp.linspace(0.1, 1.1, 6, dtype=jnp.float32)
+    expected = Operator(mean, w, None, (x, y), matrix) @ v
+    for scale in (1e-9, 1.0, 1e6):
+        np.testing.assert_allclose((found @ (scale * v)) / scale, expected, rtol=2e-2, atol=2e-2)
+        np.testing.assert_allclose((found @ (scale * v)) / scale, found @ v, rtol=1e-4)
+
+
 def test_sampled_products_average_to_the_exact_one() -> None:
     v, draws = jnp.ones(operator("ggn").shape[0]), 400
     one = jax.jit(lambda key: operator("fisher_mc", key=key) @ v)
