@@ -5,6 +5,7 @@ sampled(f) sampled(f)' over labels that the model itself draws is the same matri
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax import Array
 from jax.extend.core import Literal
 
 from hypergrad.curvature._flat import LIKELIHOOD, Flat, likelihood_of
-from hypergrad.curvature._uses import PENALTY, Found, is_linear, linear_in
+from hypergrad.curvature._uses import Found, is_linear, linear_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,18 +140,35 @@ def find_end(found: Found) -> End | None:
 
 
 def _past_the_end(found: Found, place: int) -> bool:
-    """Whether the loss is linear in this equation's result, and not in the outputs of all layers that none follows. What
-    bends is before this place then, in several others, and the GGN of a model that ended here would be zero."""
+    """Whether the loss is linear in this equation's result, and not in what each layer and each general weight gives it on
+    ways that pass no other layer. What bends is before this place then, in several others, and the GGN of a model that ended
+    here would be zero."""
     flat, depends = found.flat, _depending(found.flat)
     coefficients = {x for e in flat.equations for x in e.outvars if x not in depends} | set(flat.jaxpr.invars)
     if not linear_in(flat, set(flat.equations[place].outvars), coefficients):
         return False
-    last = {
-        i
-        for i in {use.index for use in found.uses}
-        if not any(i != use.index and _follows(flat, use.index, i) for use in found.uses)
-    }
-    return not all(linear_in(flat, set(flat.equations[i].outvars), coefficients) for i in last)
+    layers = {use.index for use in found.uses}
+    if not all(linear_in(_beside(flat, layers - {i}), set(flat.equations[i].outvars), coefficients) for i in layers):
+        return True
+    beside = _beside(flat, layers)
+    general = _reached(flat, {x for i, x in enumerate(flat.weights) if i in found.reads})
+    others = {x for e in flat.equations for x in e.outvars} | set(flat.jaxpr.invars)
+    readers = [flat.equations[i] for i in set().union(*found.reads.values())]
+    return not all(
+        is_linear(e, general, others) and linear_in(beside, set(e.outvars), coefficients)
+        for e in readers
+        if any(e is other for other in beside.equations)
+    )
+
+
+def _beside(flat: Flat, layers: set[int]) -> Flat:
+    """The program without these layers, and without what leads to them alone."""
+    kept, leading = [], set(flat.jaxpr.outvars)
+    for i, e in reversed(list(enumerate(flat.equations))):
+        if i not in layers and not leading.isdisjoint(e.outvars):
+            kept.append(e)
+            leading.update(_read(flat, i))
+    return dataclasses.replace(flat, jaxpr=flat.jaxpr.replace(eqns=kept[::-1]))
 
 
 def _likelihood_end(found: Found) -> End | None:
@@ -170,7 +188,17 @@ def _likelihood_end(found: Found) -> End | None:
     plain = _as_it_is_called([flat.equations[i] for i in marked], read, entering[0], coefficients)
     if not (plain and _meets(found, made[leaving[0]]) and linear_in(flat, {leaving[0]}, coefficients)):
         return None
-    return End(KINDS[next(iter(marked.values()))], made[entering[0]], made[leaving[0]])
+    known = KINDS[next(iter(marked.values()))]
+    if not _one_each(known, entering[0].aval, leaving[0].aval):
+        return None
+    return End(known, made[entering[0]], made[leaving[0]])
+
+
+def _one_each(kind: Likelihood, outputs: Any, losses: Any) -> bool:
+    """Whether there is a loss for each prediction: not for several of which one is made, as where targets are broadcast or
+    classes lie along two axes."""
+    whole = not kind.rows or kind.logarithms
+    return bool(losses.size == math.prod(outputs.shape if whole else outputs.shape[:-1]))
 
 
 def _as_it_is_called(equations: list[Any], read: set[Any], outputs: Any, coefficients: set[Any]) -> bool:
@@ -190,10 +218,9 @@ def _as_it_is_called(equations: list[Any], read: set[Any], outputs: Any, coeffic
 
 def _meets(found: Found, place: int) -> bool:
     """Whether all that the loss has of its weights, but for penalties, goes through this equation's result."""
-    flat, penalties = found.flat, [i for i, reason in found.general.items() if reason == PENALTY]
-    reached = {x for use in found.uses if use.index != place for x in flat.equations[use.index].outvars}
-    reached |= {x for i, x in enumerate(flat.weights) if i in found.general and i not in penalties}
-    reached = _reached(flat, reached, but=place)
+    flat = found.flat
+    readers = {use.index for use in found.uses}.union(*found.reads.values()) - {place}
+    reached = _reached(flat, {x for i in readers for x in flat.equations[i].outvars}, but=place)
     return len(flat.equations[place].outvars) == 1 and not reached & set(flat.jaxpr.outvars)
 
 
@@ -205,11 +232,6 @@ def _read(flat: Flat, i: int) -> list[Any]:
 def _depending(flat: Flat) -> set[Any]:
     """Variables that depend on a parameter."""
     return _reached(flat, set(flat.weights))
-
-
-def _follows(flat: Flat, i: int, other: int) -> bool:
-    """Whether equation i reads what depends on the result of the other."""
-    return not _reached(flat, set(flat.equations[other].outvars)).isdisjoint(_read(flat, i))
 
 
 def _reached(flat: Flat, variables: set[Any], but: int | None = None) -> set[Any]:

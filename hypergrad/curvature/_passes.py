@@ -56,8 +56,10 @@ class Passes:
     def forward(self, inputs: Inputs, taps: Taps, free: dict[int, Array]) -> tuple[Forward, dict[int, list[Any]]]:
         """(loss and outputs, what each layer was given beside its weight), at taps and at the general leaves' values."""
         flat, operands = self.found.flat, {}
-        at = {id(flat.equations[i]): i for i in self.places}
-        uses = {i: [use for use in self.found.uses if use.index == i] for i in self.places}
+        uses: dict[int, list[Use]] = {}
+        for use in (*self.found.uses, *self.found.parts):  # none of which sees what is free
+            uses.setdefault(use.index, []).append(use)
+        at = {id(flat.equations[i]): i for i in uses}
 
         def special(e: Any, arrays: list[Any]) -> list[Any] | None:
             if id(e) not in at:
@@ -65,7 +67,9 @@ class Passes:
             i = at[id(e)]
             for use in uses[i]:
                 arrays[use.place] = use.view(inputs.weights[use.leaf])
-            hidden = {use.place for use in uses[i]}
+            if i not in taps:
+                return apply(flat, e, arrays)
+            hidden = {use.place for use in self.found.uses if use.index == i}
             operands[i] = [None if k in hidden else x for k, x in enumerate(arrays)]
             return [apply(flat, e, arrays)[0] + taps[i]]
 

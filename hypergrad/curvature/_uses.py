@@ -84,6 +84,8 @@ class Found:
     general: dict[int, str]  # leaf -> the operation for which it is no layer's
     penalized: frozenset[int]  # leaves that the loss also reads without the example
     shifts: frozenset[int]  # leaves that are only added
+    parts: tuple[Use, ...]  # what else reads leaves that are registered, but for penalties: it makes what is declared
+    reads: dict[int, tuple[int, ...]]  # general leaf -> places of the equations that read it, but for penalties
 
     @property
     def key(self) -> Any:
@@ -99,7 +101,7 @@ def find(flat: Flat) -> Found:
     """Follows every leaf through the program to the operations that use it."""
     views: dict[Any, View] = {v: View(i, flat.jaxpr) for i, v in enumerate(flat.weights)}
     uses: list[Use] = []
-    opaque: dict[int, list[Any]] = {}  # leaf -> equations that read it otherwise
+    opaque: list[Use] = []  # what reads a leaf otherwise
     general: dict[int, str] = {i: EMPTY for i, v in enumerate(flat.weights) if not v.aval.size}
     for index, e in enumerate(flat.equations):
         places = [i for i, x in enumerate(e.invars) if not isinstance(x, Literal) and x in views]
@@ -110,12 +112,10 @@ def find(flat: Flat) -> Found:
         for place in places:
             view = views[e.invars[place]]
             layer, fits = _matched(e, place, view, alone=len(places) == 1)
-            if fits:
-                uses.append(Use(index, place, view, layer))
-            elif layer is not None:  # declared, and not what a layer of its kind is
+            use = Use(index, place, view, layer)
+            (uses if fits else opaque).append(use)
+            if layer is not None and not fits:  # declared, and not what a layer of its kind is
                 general[view.leaf] = layer.name
-            else:
-                opaque.setdefault(view.leaf, []).append(e)
     return _sorted_out(flat, uses, opaque, general)
 
 
@@ -144,32 +144,39 @@ def _matched(e: Any, place: int, view: View, alone: bool) -> tuple[Layer | None,
     return None, entrywise
 
 
-def _sorted_out(flat: Flat, uses: list[Use], opaque: dict[int, list[Any]], general: dict[int, str]) -> Found:
+def _sorted_out(flat: Flat, uses: list[Use], opaque: list[Use], general: dict[int, str]) -> Found:
     registered = {use.leaf for use in uses if _is_call(flat.equations[use.index])}
-    uses = [u for u in uses if u.leaf not in registered or _is_call(flat.equations[u.index])]
     constant = _without_examples(flat)
-    penalized, kept = set(), []
-    for use in uses:  # an operation entry by entry of what no example has a part in is a penalty's
-        e = flat.equations[use.index]
-        others = [x for i, x in enumerate(e.invars) if i != use.place and not isinstance(x, Literal)]
-        if use.layer is None and all(x in constant for x in others):
-            opaque.setdefault(use.leaf, []).append(e)
+    added_alone = {i: _only_added(flat, [flat.equations[i]], constant) for i in {use.index for use in (*uses, *opaque)}}
+    kept = []
+    for use in uses:
+        if use.leaf in registered and not _is_call(flat.equations[use.index]):
+            opaque.append(use)
+        elif _of_no_example(flat, use, constant) and (use.layer is None or added_alone[use.index]):
+            opaque.append(use)  # a penalty's
         else:
             kept.append(use)
-    for leaf, equations in opaque.items():
-        if leaf in registered or leaf in general:
-            continue
-        if _only_added(flat, equations, constant):
+    penalized, rest = set(), [use for use in opaque if not added_alone[use.index]]
+    for leaf in {use.leaf for use in opaque} - set(general):
+        others = [use for use in rest if use.leaf == leaf]
+        if others and leaf not in registered:
+            general[leaf] = flat.equations[others[0].index].primitive.name
+        elif len(others) < sum(use.leaf == leaf for use in opaque):
             penalized.add(leaf)
-        else:
-            general[leaf] = equations[0].primitive.name
     used = {use.leaf for use in kept}
+    for leaf in penalized - used:
+        general[leaf] = PENALTY
+    reads = {i: tuple(u.index for u in (*kept, *rest) if u.leaf == i) for i, why in general.items() if why != EMPTY}
     kept = [use for use in kept if use.leaf not in general]
-    for leaf in range(flat.parameters):
-        if leaf not in used and leaf not in general and leaf in penalized:
-            general[leaf] = PENALTY
+    parts = tuple(use for use in rest if use.leaf in registered - set(general))
     added = {leaf for leaf in used - set(general) if all(_adds(flat, u) for u in kept if u.leaf == leaf)}
-    return Found(flat, tuple(kept), general, frozenset(penalized - set(general)), frozenset(added))
+    return Found(flat, tuple(kept), general, frozenset(penalized - set(general)), frozenset(added), parts, reads)
+
+
+def _of_no_example(flat: Flat, use: Use, constant: set[Any]) -> bool:
+    """Whether no example has a part in what the weight meets here."""
+    invars = flat.equations[use.index].invars
+    return all(x in constant for i, x in enumerate(invars) if i != use.place and not isinstance(x, Literal))
 
 
 def _adds(flat: Flat, use: Use) -> bool:

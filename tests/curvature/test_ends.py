@@ -44,6 +44,10 @@ ENDS: dict[str, tuple[Any, str | None]] = {
     "masked": (lambda f, b: optax.softmax_cross_entropy(f, rows(b), where=jnp.broadcast_to(MASK, f.shape)).mean(), None),
     "outputs as targets": (lambda f, b: optax.softmax_cross_entropy(rows(b), jnp.tanh(f)).mean(), None),
     "both": (lambda f, b: optax.squared_error(f, jnp.sin(f)).mean(), None),
+    "classes along two axes": (lambda f, b: integer(
+        jnp.stack([f, 2 * f], 1), b["y"], axis=(-2, -1)).mean(), None),
+    "targets broadcast": (lambda f, b: optax.sigmoid_binary_cross_entropy(
+        f[:, :, None], rows(b)[:, None, :]).mean(), None),
     "two": (lambda f, b: (integer(f, b["y"]) + integer(2 * f, b["y"])).mean(), None),
     "focal": (lambda f, b: (integer(f, b["y"]) ** 2).mean(), None),
     "smoothed by hand": (lambda f, b: (integer(f, b["y"]) + 0.1 * jax.nn.log_softmax(f)[:, 0]).mean(), None),
@@ -51,12 +55,28 @@ ENDS: dict[str, tuple[Any, str | None]] = {
 }  # fmt: skip
 
 
-@some_of("name", ENDS, "plain", "jitted", "rows", "half", "sigmoid", "another axis", "masked", "two")
+@some_of(
+    "name",
+    ENDS,
+    "plain",
+    "jitted",
+    "rows",
+    "half",
+    "sigmoid",
+    "another axis",
+    "masked",
+    "classes along two axes",
+    "targets broadcast",
+    "two",
+)
 def test_ends(name: str) -> None:
     end, expected = ENDS[name]
     net: Network = dense()._replace(end=end)
     found = analysed(net.loss, net.params, None, net.batch)[1]
     assert found is not None and (found.kind.name if found.kind else None) == expected
+    if expected is None:
+        with pytest.raises(ValueError, match="'ggn_diagonal_mc' draws labels.*does not end in a likelihood that is known"):
+            quantities(net.loss, net.params, None, net.batch, "ggn_diagonal_mc", key=jax.random.key(0))
     if name == "another axis":  # its outputs are the products of what brute force calls outputs
         return
     got = jax.jit(lambda p, b: quantities(net.loss, p, None, b, "ggn_diagonal"))(net.params, net.batch)["ggn_diagonal"]
@@ -92,6 +112,30 @@ def test_a_leaf_without_entries_is_no_road_past_the_end(name: str, declared: boo
     np.testing.assert_allclose(found, 2 * np.mean(X**2, 0), rtol=1e-12)
 
 
+GENERAL = {  # a weight that no layer has, in the model, and a penalty on it; a constant times a weight, squared
+    "general": (
+        lambda p, b: jnp.einsum("bi,bij->bj", b, jnp.stack([p["w"] * jnp.sin(p["w"])] * len(b))),
+        lambda w: 0.1 * jnp.sum(w**2),
+    ),
+    "dense": (lambda p, b: b @ p["w"], lambda w: jnp.sum((jnp.ones((2, 3)) @ w) ** 2)),
+}
+
+
+@pytest.mark.parametrize("name", GENERAL)
+def test_a_penalty_is_no_road_past_the_end(name: str) -> None:
+    model, penalty = GENERAL[name]
+    w = {"w": normal(np.random.default_rng(7), 3, 2)}
+
+    def declared(p: Any, theta: Any, b: Any) -> Any:
+        return jnp.mean(likelihood("squared_error", model(p, b), jnp.ones((len(b), 2)))) + theta * penalty(p["w"])
+
+    names = ["ggn_diagonal", "individual_gradients"]
+    alone, both = (quantities(declared, w, theta, X, names) for theta in (0.0, 1.0))
+    np.testing.assert_allclose(both["ggn_diagonal"]["w"], alone["ggn_diagonal"]["w"], rtol=1e-12)
+    more = (both["individual_gradients"]["w"] - alone["individual_gradients"]["w"]).sum(0)
+    np.testing.assert_allclose(more, jax.grad(penalty)(w["w"]), rtol=1e-9)
+
+
 def hidden(p: Any, theta: Any, b: Any) -> Any:
     return jnp.mean((jnp.tanh(b @ p[0]) * p[1] - 1) ** 2) + jnp.mean((b @ p[0]) ** 2)
 
@@ -100,7 +144,15 @@ def heads(p: Any, theta: Any, b: Any) -> Any:
     return jnp.mean((b @ p[0]) ** 2) + jnp.mean((jnp.tanh(b @ p[1]) - 1) ** 2)
 
 
-@pytest.mark.parametrize("loss", [hidden, heads])
+def beside_a_line(p: Any, theta: Any, b: Any) -> Any:
+    return jnp.mean(jnp.tanh(b @ p[0]) * p[1]) + jnp.mean((b @ p[0]) ** 2)
+
+
+def general(p: Any, theta: Any, b: Any) -> Any:
+    return jnp.mean((jnp.tanh(p[1]) * b[:, 0] - 1) ** 2) + jnp.mean(b @ p[0])
+
+
+@pytest.mark.parametrize("loss", [hidden, heads, beside_a_line, general])
 def test_where_a_sum_of_losses_meets_is_no_end(loss: Any) -> None:
     """Its GGN would be zero."""
     weights = list(normal(np.random.default_rng(7), 2, 3)) if loss is heads else [jnp.ones(3), jnp.ones(())]

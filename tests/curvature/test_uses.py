@@ -16,10 +16,13 @@ from hypergrad.curvature import Diagonal, Kronecker, layers, quantities
 N = 4
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(N, 3)), RNG.normal(size=(N, 2))
+SUMS = "individual_gradients"
 FIRST = ("squared_norms", "second_moment", "variance", "hessian_diagonal")
 
 
 def end(f: Any, b: Any) -> Any:
+    if isinstance(f, tuple):
+        return end(f[0], b) + f[1]
     return jnp.mean((f - b["y"]) ** 2)
 
 
@@ -30,6 +33,12 @@ def complex_(p: Any, b: Any) -> Any:
 
 def counted(p: Any, b: Any) -> Any:
     return b["x"] @ p["w"] + jnp.round(b["x"][:, :2]).astype(jnp.int32) @ p["v"].astype(jnp.int32)
+
+
+def registered(p: Any, b: Any) -> Any:
+    """With a penalty beside it, and a term that no example has a part in."""
+    f = hg.curvature.register(b["x"] @ p["w"] + p["b"], b["x"], (p["w"], p["b"]))
+    return f, 0.3 * jnp.sum(p["w"] ** 2) + jnp.sum(jnp.tanh(2 * p["b"]) * p["w"][0])
 
 
 def repeated(p: Any, b: Any) -> Any:
@@ -48,6 +57,7 @@ def of_none(p: Any, b: Any) -> Any:
 MODELS: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
     "complex": (complex_, {"w": (3, 2)}),
     "counted": (counted, {"w": (3, 2), "v": (2, 2)}),
+    "registered": (registered, {"w": (3, 2), "b": (2,)}),
     "repeated": (repeated, {"u": (3,)}),
     "ensemble": (ensemble, {"w": (5, 3, 2)}),
     "no entries": (of_none, {"w": (3, 2), "v": (0, 2)}),
@@ -72,6 +82,8 @@ def test_squares_of_weights_that_no_layer_reads_entry_by_entry(name: str) -> Non
             "variance": jax.tree.map(lambda g: jnp.var(g, 0), each),
             "hessian_diagonal": jax.flatten_util.ravel_pytree(net.params)[1](jnp.diag(hessian(net))),
         }
+        sums = jax.tree.map(lambda g: g.sum(0), quantities(net.loss, net.params, None, net.batch, SUMS)[SUMS])
+        exact["sums"], found["sums"] = jax.tree.map(lambda g: g.mean(0), each), sums
         for quantity, expected in exact.items():
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), found[quantity], expected)
 
