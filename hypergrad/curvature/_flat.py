@@ -9,8 +9,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Jaxpr
 
 from hypergrad import _programs as programs
@@ -50,6 +52,7 @@ class Flat:
 
 def flatten(loss: Callable[..., Any], params: Any, theta: Any, batch: Any) -> tuple[Flat, list[Any]]:
     """The loss of one of the batch's examples, and the arrays that it closes over."""
+    _arrays(params=params, theta=theta, batch=batch)
     examples(batch)
     _real(params)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), batch)
@@ -64,6 +67,18 @@ def flatten(loss: Callable[..., Any], params: Any, theta: Any, batch: Any) -> tu
     jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
     constants = [*closed.consts, *constants]
     return Flat(program, jaxpr, len(constants), *(len(jax.tree.leaves(x)) for x in (params, theta))), constants
+
+
+def _arrays(**given: Any) -> None:
+    for name, tree in given.items():
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            dtype = getattr(x, "dtype", None)
+            texts = isinstance(dtype, np.dtype) and dtype.kind in "USO"
+            if texts or not (dtype is not None or eqx.is_array_like(x)):
+                raise TypeError(
+                    f"{name}{jax.tree_util.keystr(path)} is {type(x).__name__} {x!r}, and curvature is of a loss of arrays "
+                    "and numbers. Leave it out, and let the loss close over it (functools.partial)."
+                )
 
 
 def examples(batch: Any) -> int:

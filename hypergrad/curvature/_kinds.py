@@ -154,8 +154,8 @@ def register(y: Array, x: Array, params: Any, kind: str | Layer = "dense") -> Ar
     """y, declared as what a layer makes of x by `params`: for one that is not found.
 
     kind "dense": y [..., out] = x [..., in] @ w + b, params = w [in, out] or (w, b). A `Layer` of your own has one weight,
-    and sees the operands [y, x, weight]. Goes in the loss, in place of y; all other uses of these weights are taken as parts
-    of this one.
+    and sees the operands [y, x, weight]. Goes in the loss, in place of y; other uses of these weights, but for penalties,
+    are taken as parts of this one.
     """
     leaves = jax.tree.leaves(params)
     name = _name_of(kind) if isinstance(kind, Layer) else kind

@@ -17,8 +17,9 @@ from jax.flatten_util import ravel_pytree
 from hypergrad import _programs as programs
 from hypergrad.curvature._factored import FACTORED, Factored
 from hypergrad.curvature._flat import examples
+from hypergrad.curvature._means import check_mean
 from hypergrad.curvature._passes import Inputs, Passes, draws
-from hypergrad.curvature._quantities import DECLARE, analysed, check_mean, needs_end, quantities
+from hypergrad.curvature._quantities import DECLARE, analysed, check_key, needs_end, quantities
 from hypergrad.errors import NonFiniteError
 
 
@@ -59,6 +60,7 @@ class Operator:
             raise ValueError(f"`matrix` must be one of {', '.join(MATRICES)}; got {matrix!r}.")
         if matrix in DRAWN and key is None:
             raise ValueError(f"{matrix!r} draws labels of the model: give it a `key`, as jax.random.key(0).")
+        check_key(key)
         if many and iter(batches) is batches:
             raise TypeError("`batches` can be gone through once only; give a list, or an object whose iterator begins anew.")
         self.loss, self.params, self.theta, self.matrix, self.key = loss, params, theta, matrix, key
@@ -155,6 +157,7 @@ class Operator:
             raise ValueError(f"`method` must be 'xtrace' or 'hutchinson'; got {method!r}.")
         if samples < 4:
             raise ValueError(f"`samples` must be at least 4; got {samples}.")
+        check_key(key)
         if self.factored is not None:
             return self.factored.trace(), jnp.zeros(())
         if self.shape[0] <= samples and method == "xtrace":

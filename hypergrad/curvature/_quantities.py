@@ -14,7 +14,8 @@ from hypergrad.curvature import _batch, _kronecker
 from hypergrad.curvature._batch import Batch
 from hypergrad.curvature._flat import flatten
 from hypergrad.curvature._likelihoods import LIKELIHOODS, End, find_end
-from hypergrad.curvature._passes import Example, Inputs, Passes, example, wide
+from hypergrad.curvature._means import check_mean
+from hypergrad.curvature._passes import Example, Inputs, Passes, example
 from hypergrad.curvature._uses import Found, find
 
 
@@ -53,8 +54,8 @@ def quantities(
       squared (`"reduce"`). What has no factors (a scale) has its `Diagonal`.
 
     loss(params, theta, batch) -> scalar must be a mean over the examples, the leading axis of each leaf of `batch`; that is
-    tested where values are concrete. Layers, biases, scales and embeddings are found in it (`hg.curvature.layers` lists
-    them); weights used otherwise are differentiated one example at a time.
+    tested, by its values and its slopes in params and theta, where these are concrete. Layers, biases, scales and embeddings
+    are found in it (`hg.curvature.layers` lists them); weights used otherwise are differentiated one example at a time.
 
     Source: Dangel, Kunstner, Hennig, "BackPACK: Packing more into backprop", Table 1, whose scales these are.
     """
@@ -87,11 +88,27 @@ def _named(which: Any, key: Any, samples: int, sharing: str) -> tuple[str, ...]:
             raise ValueError(f"`which` has {name!r}, which is none of the quantities: {', '.join(NAMES)}.")
     if key is None and (drawn := [name for name in names if name in SAMPLED]):
         raise ValueError(f"{drawn[0]!r} draws labels of the model: give it a `key`, as jax.random.key(0).")
+    check_key(key)
     if sharing not in ("expand", "reduce"):
         raise ValueError(f"`sharing` must be 'expand' or 'reduce'; got {sharing!r}.")
     if samples < 1:
         raise ValueError(f"`samples` must be at least 1; got {samples}.")
     return names
+
+
+def check_key(key: Any) -> None:
+    """An error unless it is a key, of the new kind or of the old, or none."""
+    if key is None:
+        return
+    array = isinstance(key, (jax.Array, np.ndarray))
+    if array and ((_is_typed(key) and not key.ndim) or (key.dtype == jnp.uint32 and key.ndim == 1)):
+        return
+    given = f"{key.dtype} of shape {key.shape}" if array else repr(key)
+    raise TypeError(f"`key` must be one key of JAX, as jax.random.key(0); got {given}.")
+
+
+def _is_typed(key: Any) -> bool:
+    return bool(jnp.issubdtype(key.dtype, jax.dtypes.prng_key))
 
 
 def needs_end(name: str, end: End | None) -> None:
@@ -113,41 +130,6 @@ def _possible(end: End | None, names: tuple[str, ...]) -> None:
             f"{drawn[0]!r} draws labels of the model, and `loss` does not end in a likelihood that is known, once. Take "
             f"{DECLARE}, or an exact quantity: {', '.join(EXACT)}."
         )
-
-
-def check_mean(loss: Any, params: Any, theta: Any, batch: Any, constants: list[Any]) -> None:
-    """A loss of examples that see each other has no example's gradient. Nothing is said where values are not concrete.
-
-    Near a minimum, where a loss is small, rounding alone may make such a difference: one as small as that is looked at again
-    with other parameters, where there is none. What rounding makes of a loss of 16 bits is a difference of that dtype's.
-    """
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((constants, params, theta, batch))):
-        return
-    one, other, off, least, unit = _means(loss, params, theta, batch)
-    if least < off <= least + max(1e-6, 8 * unit):
-        elsewhere = jax.tree.map(lambda x: jnp.asarray(x) + _signs(x) * (1 + jnp.abs(x)) / 2, params)
-        one, other, off, least, _ = _means(loss, elsewhere, theta, batch)
-    if np.isfinite(one) and off > least:
-        raise ValueError(
-            f"`loss` is no mean over the examples of `batch`: the whole batch gives {one:.7g}, and its examples one at a "
-            f"time {other:.7g} on average. If it takes a sum, divide by the number of examples; if examples see each other, "
-            "as in batch normalization, hold the batch's statistics fixed."
-        )
-
-
-def _means(loss: Any, params: Any, theta: Any, batch: Any) -> tuple[float, float, float, float, float]:
-    """(loss of the batch, mean of those of its examples, their difference, the least that is none of rounding, the relative
-    unit of the loss's dtype)."""
-    with jax.ensure_compile_time_eval():
-        apart = jax.vmap(lambda b: loss(params, theta, b))(jax.tree.map(lambda x: jnp.asarray(x)[:, None], batch))
-        means = jnp.mean(wide(apart)), jnp.mean(jnp.abs(wide(apart)))
-        one, other, size = (float(x) for x in (loss(params, theta, batch), *means))
-    unit = float(jnp.finfo(jnp.result_type(apart.dtype, 0.0)).eps)
-    return one, other, abs(one - other), max(1e-3, 4 * unit) * size, unit
-
-
-def _signs(x: Any) -> Array:
-    return jnp.asarray(np.random.default_rng(0).choice([-1.0, 1.0], jnp.shape(x)), jnp.result_type(x))
 
 
 def _quantities(found: Found, end: End | None, names: Any, samples: int, sharing: str, given: Inputs, key: Any) -> Any:

@@ -145,7 +145,8 @@ def heads(p: Any, theta: Any, b: Any) -> Any:
 
 
 def beside_a_line(p: Any, theta: Any, b: Any) -> Any:
-    return jnp.mean(jnp.tanh(b @ p[0]) * p[1]) + jnp.mean((b @ p[0]) ** 2)
+    f = b @ p[0]
+    return jnp.mean(jnp.tanh(f) * p[1]) + jnp.mean(f**2)
 
 
 def general(p: Any, theta: Any, b: Any) -> Any:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import hypergrad as hg
-from hypergrad.curvature import quantities
-from hypergrad.curvature._quantities import check_mean
+from hypergrad.curvature import Operator, quantities
+from hypergrad.curvature._means import check_mean
 
 
 X, Y = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), jnp.float32), jnp.arange(6) % 2
@@ -127,3 +127,75 @@ def test_labels_of_floats_are_no_classes() -> None:
 def test_parameters_that_are_no_real_floats() -> None:
     with pytest.raises(TypeError, match="params is complex64, and curvature is of real floats"):
         quantities(lambda w, theta, b: jnp.mean(jnp.abs(b[0] @ w)), W.astype(jnp.complex64), None, (X, Y), "variance")
+
+
+def weighted(w: Any, theta: Any, batch: Any) -> Any:
+    losses = hg.curvature.likelihood("softmax_cross_entropy", batch[0] @ w, batch[1])
+    return jnp.sum(batch[2] * losses) / jnp.sum(batch[2])
+
+
+def of_theta(w: Any, theta: Any, batch: Any) -> Any:
+    return jnp.mean(theta * hg.curvature.likelihood("softmax_cross_entropy", batch[0] @ w, batch[1]))
+
+
+@jax.custom_vjp
+def passed(x: Any) -> Any:
+    return x
+
+
+passed.defvjp(lambda x: (x, None), lambda _, g: (g,))
+WEIGHTS, ONES = jnp.asarray([1.0, 2.0, 5.0, 1.0, 1.0, 3.0]), jnp.ones(6)
+COINCIDING: dict[str, tuple[Any, Any, Any, Any]] = {
+    "a weighted mean at a head of zeros": (weighted, 0 * W, None, (X, Y, WEIGHTS)),
+    "the same of a derivative rule": (lambda w, *given: weighted(passed(w), *given), 0 * W, None, (X, Y, WEIGHTS)),
+    "a number for each example at zero": (lambda z, theta, b: jnp.mean((b[0][:, 0] - z) ** 2), 0 * ONES, None, (X,)),
+    "equal weights in theta": (of_theta, W, ONES, (X, Y)),
+}
+
+
+@pytest.mark.parametrize("name", COINCIDING)
+def test_a_loss_that_is_no_mean_where_values_coincide(name: str) -> None:
+    loss, params, theta, batch = COINCIDING[name]
+    slope = "theta" if theta is not None else "params"
+    with pytest.raises(
+        ValueError, match=f"no mean over the examples.*of its slope in `{slope}`.*divide by the number of ex"
+    ):
+        check_mean(loss, params, theta, batch, [])
+
+
+def test_a_mask_with_a_zero_in_it_gives_no_number_of_one_example() -> None:
+    with pytest.raises(
+        ValueError, match=r"no mean over.* one at a time nan on average.*in place of a sum of weights or of a mask"
+    ):
+        quantities(weighted, W, None, (X, Y, ONES.at[2].set(0)), "ggn_diagonal")
+
+
+def test_a_mean_that_its_slopes_are_taken_of_is_none_the_less_one() -> None:
+    """Integers, keys and what has no derivative in theta, and derivative rules of reverse mode alone."""
+    theta = {"key": jax.random.key(0), "n": 3, "scale": 2.0, "weight": jnp.ones(()), "calls": jnp.ones(())}
+
+    def own(w: Any, theta: Any, b: Any) -> Any:
+        called = jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((), jnp.float32), theta["calls"])
+        return theta["scale"] * theta["weight"] * theta["n"] * called * loss(passed(w), None, b)
+
+    for w in (W, 0 * W):
+        check_mean(own, w, theta, (X, Y), [])
+
+
+@pytest.mark.parametrize("key", [0, np.zeros((3, 2), np.uint32), "a"])
+def test_a_key_that_is_none(key: Any) -> None:
+    with pytest.raises(TypeError, match="`key` must be one key of JAX, as jax.random.key"):
+        quantities(loss, W, None, (X, Y), "kfac", key=key)
+    with pytest.raises(TypeError, match="`key` must be one key of JAX, as jax.random.key"):
+        Operator(loss, W, None, (X, Y), "fisher_mc", key=key)
+
+
+def test_texts_are_no_arrays() -> None:
+    for given, name in (
+        ((W, {"a": "t"}, (X, Y)), r"theta\['a'\] is str 't'"),
+        (({"w": "w"}, None, X), r"params\['w'\] is str"),
+    ):
+        with pytest.raises(TypeError, match=f"{name}.*let the loss close over it"):
+            quantities(loss, *given, "ggn_diagonal")
+    with pytest.raises(TypeError, match=r"batch\[1\] is ndarray .*let the loss close over it"):
+        quantities(loss, W, None, (X, np.array(list("abcdef"))), "ggn_diagonal")
