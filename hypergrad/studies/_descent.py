@@ -61,7 +61,7 @@ class Point(NamedTuple):
     """A trial in the coordinates of descent: numbers first, then the elements of its tree."""
 
     axes: Axes
-    leaves: dict[str, str]  # of the tree
+    leaves: dict[str, str]  # of the tree, without types: a worker with another setting of x64 goes on
     position: np.ndarray
     gradient: np.ndarray
     value: float
@@ -77,7 +77,7 @@ def point(trial: FrozenTrial, sign: float) -> Point:
     elements = np.zeros(0) if tree is None or not gradient.tree.size else tree.elements
     return Point(
         axes,
-        {} if tree is None else tree.leaves,
+        {} if tree is None else _marks.untyped(tree.leaves),
         np.concatenate([axes.unconstrained(x), elements]),
         sign * np.concatenate([gradient.numbers[free] * axes.slope(x), gradient.tree]),
         sign * trial.value,
@@ -154,3 +154,18 @@ def _alike(a: Point, b: Point) -> bool:
 def _compiled(meta_optimizer: optax.GradientTransformation) -> tuple[Any, Any]:
     rule = optax.with_extra_args_support(meta_optimizer)
     return jax.jit(rule.init), jax.jit(lambda g, state, x, value: rule.update(g, state, x, value=value, grad=g))
+
+
+def check_rule(meta_optimizer: optax.GradientTransformation) -> None:
+    """TypeError for one that cannot do a step from the value and gradient of one trial; traced only."""
+    init, update = _compiled(meta_optimizer)
+    with jax.enable_x64(True):
+        x, value = jax.ShapeDtypeStruct((1,), np.float64), jax.ShapeDtypeStruct((), np.float64)
+        try:
+            jax.eval_shape(update, x, jax.eval_shape(init, x), x, value)
+        except Exception as error:
+            raise TypeError(
+                "`meta_optimizer` must be an optax transformation of one vector that needs no more than the value and the "
+                f"gradient of a trial, like optax.adam(0.1); this one asks for more ({error}). One that searches along a "
+                "line, like optax.lbfgs(), is for hg.optimize."
+            ) from error

@@ -137,6 +137,18 @@ def tree_leaves(trial: Any) -> dict[str, str] | None:
     return None if mark is None else mark["leaves"]
 
 
+def untyped(leaves: dict[str, str]) -> dict[str, str]:
+    """Without the types: two processes may have other settings of x64 and the same tree."""
+    return {path: x.partition("[")[2] for path, x in leaves.items()}
+
+
+def first_difference(there: dict[str, str], here: dict[str, str]) -> str:
+    """Between two trees, in words."""
+    a, b = untyped(there), untyped(here)
+    path = next(path for path in sorted({*a, *b}) if a.get(path) != b.get(path))
+    return f"{there.get(path, 'nothing')} at {path} there, {here.get(path, 'nothing')} here"
+
+
 def study_seed(study: optuna.Study, seed: int | None = None) -> int:
     """The seed of a study: that of the first sampler that came, kept in its storage; drawn if that had none."""
     known = study._storage.get_study_system_attrs(study._study_id).get(SEED)

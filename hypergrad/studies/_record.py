@@ -6,9 +6,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optuna
+from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from hypergrad._forms import LARGEST
@@ -24,10 +27,12 @@ class RecordTrials:
     Attributes of the trial: run, meta_step, seconds, gradient_norm, gradient_evaluations (elementary ones, `evaluations` of
     them a meta-step: a number that you measure, None leaves it out), certificate ("exact", or the sentence of what went
     wrong; None if nothing was trained), bits_per_parameter_step, monitor, and `hypers` with the natural value of each that
-    is one number. A value that is not finite makes a failed trial. With a `checkpoint` no meta-step is recorded twice.
+    is one number. A value that is not finite makes a failed trial. With a `checkpoint` no meta-step is recorded twice. The
+    study has one objective, which is minimized: ValueError.
     """
 
     def __init__(self, study: optuna.Study, evaluations: float | None = None) -> None:
+        _check_study(study)
         self.study, self.evaluations = study, evaluations
         self.begin(None)
 
@@ -69,6 +74,19 @@ class RecordTrials:
         return {k: v for k, v in found.items() if v is not None}
 
 
+def _check_study(study: Any) -> None:
+    if not isinstance(study, optuna.Study):
+        raise TypeError(
+            f"RecordTrials needs an Optuna study, optuna.create_study(study_name=...); got {type(study).__name__}."
+        )
+    if study.directions != [StudyDirection.MINIMIZE]:
+        directions = ", ".join(direction.name.lower() for direction in study.directions)
+        raise ValueError(
+            f"RecordTrials records values that hg.optimize minimizes; the directions of the study are [{directions}], so its "
+            "best trial would be another. Record into a study of its own with direction='minimize'."
+        )
+
+
 def _is_of(values: dict[int, float | None], history: Sequence[Any]) -> bool:
     """Whether a run that was recorded is the one that goes on: all meta-steps that both have came to the same."""
     both = [(values[done.step], _number(done.value)) for done in history if done.step in values]
@@ -87,8 +105,12 @@ def _number(x: float) -> float | None:
 
 def _single_numbers(hypers: Any) -> dict[str, float]:
     leaves = jax.tree_util.tree_leaves_with_path(natural(hypers))
-    numbers = {hyper_path(path): x for path, x in leaves if np.shape(x) == () and np.asarray(x).dtype.kind == "f"}
-    return {path: float(x) for path, x in numbers.items()}
+    return {hyper_path(path): float(x) for path, x in leaves if _is_single(x)}
+
+
+def _is_single(x: Any) -> bool:
+    """One float of any type; what is fixed may be a key, or no number at all."""
+    return eqx.is_array_like(x) and np.shape(x) == () and jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
 def prune_on_error(objective: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,8 +12,9 @@ from optuna.samplers import BaseSampler, TPESampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from hypergrad.hypers import describe
 from hypergrad.studies import _chains, _marks
-from hypergrad.studies._descent import Descent
+from hypergrad.studies._descent import Descent, check_rule
 
 
 class HypergradientSampler(BaseSampler):
@@ -22,8 +23,10 @@ class HypergradientSampler(BaseSampler):
     u is log x for `log=True`, else the logit of where x stands in its interval. A chain of such trials goes on until it
     stalls or falls behind others; then inner_sampler (TPE by default) suggests another start. Categorical, integer and
     stepped parameters, and those without a gradient, are always its choice, and stay as they are along a chain.
-    meta_optimizer: of optax; it sees the coordinates as one vector. seed: of the study, kept in its storage; every trial
-    draws from (seed, chain, step). An inner_sampler of your own draws as you seeded it. One objective only: ValueError.
+    meta_optimizer: of optax; it sees the coordinates as one vector, and the value and gradient of each trial. One that
+    searches along a line (`optax.lbfgs()`) would need values within a step: TypeError. seed: of the study, kept in its
+    storage; every trial draws from (seed, chain, step). An inner_sampler of your own draws as you seeded it. One objective
+    only: ValueError.
     """
 
     def __init__(
@@ -36,10 +39,16 @@ class HypergradientSampler(BaseSampler):
         if not (hasattr(meta_optimizer, "init") and hasattr(meta_optimizer, "update")):
             kind = type(meta_optimizer).__name__
             raise TypeError(f"`meta_optimizer` must be an optax transformation like optax.adam(0.1); got {kind}.")
+        if inner_sampler is not None and not isinstance(inner_sampler, BaseSampler):
+            raise TypeError(
+                "`inner_sampler` must be a sampler of Optuna, called, like optuna.samplers.RandomSampler(), or None for TPE; "
+                f"got {describe(inner_sampler)}."
+            )
         seed = int(seed) if isinstance(seed, np.integer) else seed
         if seed is not None and not _marks.is_seed(seed):
             raise ValueError(f"`seed` must be an integer from 0 to 2**128 - 1, or None; got {seed!r}.")
         self._inner_sampler, self._seed = inner_sampler, seed
+        check_rule(meta_optimizer)
         self._descent, self._warned = Descent(meta_optimizer), set[tuple[str, str]]()
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optuna
 
+from hypergrad._safe_files import digest
 from hypergrad.hypers import check_hypers, describe_hypers, scatter, split_fixed
 from hypergrad.studies import _marks
 
@@ -22,40 +23,82 @@ def suggest_tree(trial: Any, hypers: Any) -> Any:
     The first trial tries the values of `hypers` themselves. Along a chain of `HypergradientSampler` the gradient that
     `report_gradient(trial, grads)` was given moves them. A trial that begins another chain tries them scattered: plus
     0.3 N(0, 1) in unconstrained coordinates, drawn from (seed of the study, number of the trial). So does every trial of
-    another sampler. `hg.fixed` leaves stay. One tree a trial; asked again, also of a finished trial, it is the same.
+    another sampler, and, with a warning, one whose chain has another tree. `hg.fixed` leaves stay.
+
+    One tree a trial: ValueError for another. Asked again it is the same; also of a finished trial, whatever the values of
+    `hypers` are then and under whichever setting of x64. ValueError if that trial tried another tree, or none.
     """
     hypers = check_hypers(hypers)
     learned, fixed = split_fixed(hypers)
-    leaves = describe_hypers(learned)
-    attributes = _attributes(trial)
-    tree = _marks.read_tree(attributes)
-    if tree is not None and tree.leaves == leaves:
-        return eqx.combine(_shaped(tree.elements, learned), fixed)
-    if not isinstance(trial, optuna.trial.Trial):
-        if tree is None and attributes.get(_marks.TREE) is not None:
-            found = _marks.unusable([trial])
-            problem = found.get("tree") or found["format"]
-            warnings.warn(f"`hypers` are given back as they are: {problem}.", stacklevel=2)
-        return hypers
-    if _asked_before(trial, leaves):
-        seed = _marks.draw(_marks.study_seed(trial.study), trial.number, 0)
-        hypers = scatter(hypers, jax.random.key(seed), _SCATTER)
-        learned, _ = split_fixed(hypers)
-    elements = np.concatenate([np.ravel(_as_float(x)) for x in jax.tree.leaves(learned)])
-    _marks.write_tree(trial.storage, trial._trial_id, _marks.Tree(leaves, elements))
-    return hypers
-
-
-def _attributes(trial: Any) -> dict[str, Any]:
-    """Those of a running trial are in the storage, those of a finished one with it, `FixedTrial` has its own."""
     if isinstance(trial, optuna.trial.Trial):
-        return trial.storage.get_trial_system_attrs(trial._trial_id)
-    return trial.system_attrs if isinstance(trial, optuna.trial.FrozenTrial) else {}
+        return eqx.combine(_suggested(trial, learned), fixed)
+    if isinstance(trial, optuna.trial.FrozenTrial):
+        return eqx.combine(_read_back(trial, learned), fixed)
+    return hypers  # `FixedTrial` and the like have no study
+
+
+def _suggested(trial: optuna.trial.Trial, learned: Any) -> Any:
+    leaves = describe_hypers(learned)
+    _refuse_another(trial, leaves, learned)
+    attributes = trial.storage.get_trial_system_attrs(trial._trial_id)
+    tree = _marks.read_tree(attributes)
+    if tree is not None and _marks.untyped(tree.leaves) == _marks.untyped(leaves):
+        learned = _shaped(tree.elements, learned)
+        if tree.leaves == leaves:
+            return learned
+    else:
+        _leave_chain(trial, attributes, {} if tree is None else tree.leaves, leaves)
+        if _asked_before(trial, leaves):
+            seed = _marks.draw(_marks.study_seed(trial.study), trial.number, 0)
+            learned = scatter(learned, jax.random.key(seed), _SCATTER)
+    _marks.write_tree(trial.storage, trial._trial_id, _marks.Tree(leaves, _elements(learned)))
+    return learned
+
+
+def _refuse_another(trial: optuna.trial.Trial, leaves: dict[str, str], learned: Any) -> None:
+    """The first would answer for the second, or be overwritten by it. What was asked is known to the trial's object."""
+    asked = leaves, digest(_elements(learned).tobytes())
+    if vars(trial).setdefault("_hypergrad_tree", asked) != asked:
+        raise ValueError(
+            f"trial {trial.number} has suggested another tree, or the same with other values: one tree a trial. Ask for all "
+            "at once: suggest_tree(trial, {'generator': ..., 'discriminator': ...})."
+        )
+
+
+def _leave_chain(trial: optuna.trial.Trial, attributes: Any, there: dict[str, str], here: dict[str, str]) -> None:
+    """A trial cannot go on with a chain of other trees: it begins its own, and the meta-optimizer with it."""
+    link = _marks.read_link(trial, attributes)
+    if link is None or link.step == 0:
+        return
+    _marks.write_link(trial.storage, trial, _marks.Link(trial.number, 0, None))
+    warnings.warn(
+        f"trial {trial.number} does not go on with the chain of trial {link.chain}, whose tree is another than `hypers`: "
+        f"{_marks.first_difference(there, here)}. It begins a chain of its own.",
+        stacklevel=4,
+    )
+
+
+def _read_back(trial: optuna.trial.FrozenTrial, learned: Any) -> Any:
+    """What a finished trial tried."""
+    tree = _marks.read_tree(trial.system_attrs)
+    if tree is None and trial.system_attrs.get(_marks.TREE) is not None:
+        found = _marks.unusable([trial])
+        warnings.warn(f"`hypers` are given back as they are: {found.get('tree') or found['format']}.", stacklevel=3)
+        return learned
+    if tree is None:
+        raise ValueError(f"trial {trial.number} suggested no tree, so there is none to read back. Ask a trial that did.")
+    leaves = describe_hypers(learned)
+    if _marks.untyped(tree.leaves) != _marks.untyped(leaves):
+        raise ValueError(
+            f"trial {trial.number} tried another tree than `hypers`: {_marks.first_difference(tree.leaves, leaves)}. Pass "
+            "hypers of the tree and domains that it was given."
+        )
+    return _shaped(tree.elements, learned)
 
 
 def _asked_before(trial: optuna.trial.Trial, leaves: dict[str, str]) -> bool:
-    others = trial.study.get_trials(deepcopy=False)
-    return any(_marks.tree_leaves(t) == leaves for t in others if t.number < trial.number)
+    others = (_marks.tree_leaves(t) for t in trial.study.get_trials(deepcopy=False) if t.number < trial.number)
+    return any(there is not None and _marks.untyped(there) == _marks.untyped(leaves) for there in others)
 
 
 def _shaped(elements: np.ndarray, like: Any) -> Any:
@@ -64,6 +107,10 @@ def _shaped(elements: np.ndarray, like: Any) -> Any:
     parts = np.split(elements, np.cumsum([x.size for x in flat])[:-1])
     shaped = [jnp.asarray(part.reshape(x.shape), x.dtype) for part, x in zip(parts, flat, strict=True)]
     return jax.tree.unflatten(structure, shaped)
+
+
+def _elements(learned: Any) -> np.ndarray:
+    return np.concatenate([np.ravel(_as_float(x)) for x in jax.tree.leaves(learned)])
 
 
 def _as_float(x: Any) -> np.ndarray:
