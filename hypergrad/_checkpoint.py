@@ -29,12 +29,15 @@ from hypergrad._folder_owner import Owner
 from hypergrad._processes import gathered, in_first, is_first
 from hypergrad._run_record import PASSING, RUN, Run, environment, file_entry, read_record
 from hypergrad._safe_files import Damaged, digest, read, sealed
+from hypergrad.hypers import describe
 
 
 class Folder:
     """What a run of `hg.optimize` keeps in a folder. Making one reads run.json; to write takes a `claim`."""
 
     def __init__(self, path: str | os.PathLike[str], run: Run) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f'`checkpoint` must be the path of a folder, like "runs/first"; got {describe(path)}.')
         self.path, self.about = pathlib.Path(path), run
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise ValueError(f"`checkpoint` must be a folder; {self.path} is a file.")

@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -18,6 +18,7 @@ import optax
 from jax import Array
 
 from hypergrad._average import norm
+from hypergrad._callbacks import Callback, asked, listed, say_what_is_left, say_who_stops
 from hypergrad._checkpoint import Folder
 from hypergrad._descent import Descent, Point
 from hypergrad._evaluate import Evaluation, default_key, reject_traced
@@ -30,9 +31,6 @@ from hypergrad._safe_files import Damaged
 from hypergrad._stability import Stability, worst_growth
 from hypergrad.callbacks import StopOnGrowth
 from hypergrad.hypers import check_hypers, describe_arrays, describe_hypers, split_fixed
-
-
-Callback = Callable[[MetaStep], Any]
 
 
 @jax.jit  # one program; called eagerly, one for each operation
@@ -70,7 +68,7 @@ class MetaLoop:
         stop_on_growth: bool = True,
     ) -> None:
         meta_steps, seeds_per_step = _count("meta_steps", meta_steps), _count("seeds_per_step", seeds_per_step)
-        self.callbacks = _listed(callbacks)
+        self.callbacks = listed(callbacks)
         _check_arguments(meta_optimizer, aggregate)
         self.evaluation = Evaluation(train_fn, val_fn, monitor_fn, seeds=seeds_per_step, jit=jit, watch=diagnose)
         self.descent = Descent(meta_optimizer, self.evaluation)
@@ -105,22 +103,27 @@ class MetaLoop:
             for callback in self.callbacks:
                 if hasattr(callback, "begin"):
                     callback.begin(None if folder is None else list(history))
+            if folder is not None and stopped:
+                say_what_is_left(self.callbacks, folder.path, history, self.meta_steps)
             for _ in range(len(history), len(history) if stopped else self.meta_steps):
                 done, point = self._meta_step(point, fixed, history)
                 if folder is not None:
                     folder.check()  # what callbacks write is another's too, if the folder is
                 history.append(done)
-                stop = any([callback(done) for callback in self.callbacks])
+                stopping, wrong = asked(self.callbacks, done)
                 if folder is not None:
-                    self._save(folder, history, point, stop)
-                if stop:
-                    self._say_why(history)
+                    self._save(folder, history, point, bool(stopping))
+                if wrong is not None:
+                    raise wrong
+                if stopping:
+                    self._say_why(history, stopping)
                     break
         grown = any(isinstance(c, StopOnGrowth) and c.stopped for c in self.callbacks)
         return Result(best(history).hypers if grown else eqx.combine(point.learned, fixed), best(history), history)
 
-    def _say_why(self, history: list[MetaStep]) -> None:
+    def _say_why(self, history: list[MetaStep], stopping: list[Callback]) -> None:
         """Of a stop that nobody asked for."""
+        say_who_stops(stopping, history, self.meta_steps)
         if self.guard is not None and self.guard.stopped:
             warnings.warn(
                 f"hg.optimize stops at meta-step {history[-1].step}: the last {self.guard.patience} hypergradients, or the "
@@ -242,16 +245,6 @@ def _count(name: str, value: Any) -> int:
     if count is not None and count >= 1:
         return count
     raise ValueError(f"`{name}` must be an integer of at least 1; got {value!r}.")
-
-
-def _listed(callbacks: Any) -> list[Callback]:
-    """All of them, of an iterator that gives each once, too."""
-    given = list(callbacks) if isinstance(callbacks, Iterable) and not callable(callbacks) else None
-    if given is None or not all(callable(c) and not isinstance(c, type) for c in given):
-        raise TypeError(
-            "`callbacks` must be a sequence of functions of a MetaStep, classes called: callbacks=[hg.callbacks.Progress()]."
-        )
-    return given
 
 
 def _check_arguments(meta_optimizer: Any, aggregate: Any) -> None:

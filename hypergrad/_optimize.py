@@ -13,8 +13,9 @@ import numpy as np
 import optax
 from jax import Array
 
+from hypergrad._callbacks import Callback
 from hypergrad._evaluate import Evaluation, default_key, reject_traced
-from hypergrad._meta_loop import Callback, MetaLoop, Result, warn_unused
+from hypergrad._meta_loop import MetaLoop, Result, warn_unused
 from hypergrad.errors import HypergradError
 from hypergrad.hypers import check_hypers, split_fixed
 
@@ -65,7 +66,8 @@ def optimize(
     fold_in(key, 0) at every meta-step, so that its values are comparable. seeds_per_step: keys to average over, split from
     that of the meta-step and vmapped (one after the other if jit=False). monitor_fn: like val_fn, on a third split of the
     data; it is not differentiated, and decides on `Result.best` and early stopping. callbacks: called with each
-    `MetaStep`; a true result stops. checkpoint: a folder, made if absent, to go on from if it holds this run: killed at any
+    `MetaStep`; True stops, with a warning unless it comes from `hg.callbacks`, and what is no bool and
+    not None is a TypeError. checkpoint: a folder, made if absent, to go on from if it holds this run: killed at any
     moment and called again, or called with more `meta_steps`, the history is that of an uninterrupted run. jit: compile
     the evaluation once for all steps (and once more whenever the information buffer must grow); False runs it from Python,
     as host drivers need. skip_nonfinite: average over the seeds that did not diverge, and leave the hypers alone where

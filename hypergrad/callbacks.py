@@ -14,6 +14,8 @@ import sys
 import time
 from typing import IO, Any
 
+from hypergrad._safe_files import write_new
+
 
 EXPLODING = 100.0  # of `MetaStep.growth`
 
@@ -130,19 +132,25 @@ class EarlyStopping:
         for done in history or ():
             self(done)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it has waited long enough."""
+        return self.waited >= self.patience
+
     def __call__(self, done: Any) -> bool:
         lower = done.judged < self.lowest - self.tolerance
         self.lowest, self.waited = (done.judged, 0) if lower else (self.lowest, self.waited + 1)
-        return self.waited >= self.patience
+        return self.stopped
 
 
 class JsonLines:
     """One JSON object per meta-step, appended to `path`: the numbers of a `MetaStep`, its status by its code, NaN as null.
 
     "gradients" has the norm of the hypergradient by hyperparameter, "hypers" what they are in natural units: a number, or of
-    an array min, max, mean, first and last.
-    With a `checkpoint` the file is that run's: it is written anew from the checkpoint whenever the run begins or goes on. Of
-    `hg.restarts` it has all starts, one after the other.
+    an array min, max, mean, first and last. The folder of `path` is made if absent.
+    With a `checkpoint` the records in the file are that run's: they are written anew from the checkpoint where the run goes
+    on from another point than they do. Lines that are no records stay, before them. Of `hg.restarts` it has all starts, one
+    after the other.
     """
 
     def __init__(self, path: str | pathlib.Path) -> None:
@@ -150,6 +158,7 @@ class JsonLines:
         self.others: list[str] = []  # lines of the starts before
         self.own: list[str] = []
         self.of_start = False  # whether the run that begins is one of several starts
+        self.longer = False  # whether the file has records beyond `others` and `own`
 
     def begin_start(self, number: int) -> None:
         self.others, self.own, self.of_start = [*self.others, *self.own] if number else [], [], True
@@ -157,19 +166,65 @@ class JsonLines:
     def begin(self, history: list[Any] | None) -> None:
         if not self.of_start:
             self.others = []
-        self.of_start = False
-        if history is None:
-            return
-        self.own = [self._line(done) for done in history]
-        fresh = self.path.with_name(f".{self.path.name}.part")
-        fresh.write_text("".join(self.others + self.own))
-        os.replace(fresh, self.path)
+        self.of_start, self.longer = False, False
+        if history is not None:
+            self.own = [self._line(done) for done in history]
+        try:  # before anything runs
+            self._make_ready(goes_on=history is not None)
+        except OSError as error:
+            raise ValueError(f"JsonLines cannot write to {self.path}: {error}. Give the path of a file.") from error
 
     def __call__(self, done: Any) -> None:
         self.own.append(self._line(done))
+        if self.longer:
+            self.longer = False
+            self._write_anew()
+            return
         with self.path.open("a") as file:
             file.write(self.own[-1])
+
+    def _make_ready(self, goes_on: bool) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        if not goes_on:
+            self.path.open("a").close()
+            return
+        if self.path.is_symlink() or (self.path.exists() and not self.path.is_file()):
+            raise OSError(f"with a `checkpoint` it is replaced, and it leads to {self.path.resolve()}")
+        there, due = self._lines()[1], self._due()
+        # What follows is cut off when the next meta-step is made again, and stays where none is.
+        self.longer = there[: len(due)] == due and len(there) > len(due)
+        if not self.longer:
+            self._write_anew()
+
+    def _due(self) -> list[bytes]:
+        return [line.encode() for line in self.others + self.own]
+
+    def _lines(self) -> tuple[list[bytes], list[bytes]]:
+        """(lines that are no records, records) of the file."""
+        content = self.path.read_bytes() if self.path.exists() else b""
+        lines = (content if content.endswith(b"\n") or not content else content + b"\n").splitlines(keepends=True)
+        foreign, records = list[bytes](), list[bytes]()
+        for line in lines:
+            (records if _is_record(line) else foreign).append(line)
+        return foreign, records
+
+    def _write_anew(self) -> None:
+        fresh = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
+        fresh.unlink(missing_ok=True)
+        write_new(fresh, b"".join(self._lines()[0] + self._due()))
+        os.replace(fresh, self.path)
 
     @staticmethod
     def _line(done: Any) -> str:
         return json.dumps(done.record()) + "\n"
+
+
+def _is_record(line: bytes) -> bool:
+    """Of a MetaStep, or the beginning of one that was cut off while it was written."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return line.startswith(b'{"step": ')
+    return isinstance(found, dict) and {"step", "value", "gradient_norm", "gradients", "hypers"} <= found.keys()

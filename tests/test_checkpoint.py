@@ -162,18 +162,20 @@ def test_a_finished_run_is_read_not_repeated_and_can_be_extended(tmp_path: pathl
 
 def test_what_a_callback_stopped_stays_stopped_until_extended(tmp_path: pathlib.Path) -> None:
     stop = {"callbacks": [lambda done: done.step == 1]}
-    assert len(run(tmp_path, **stop).history) == 2
-    assert len(run(tmp_path).history) == 2
+    with pytest.warns(UserWarning, match=f"stops at meta-step 1 of {STEPS}"):
+        assert len(run(tmp_path, **stop).history) == 2
+    with pytest.warns(UserWarning, match=f"a callback stopped this run after 2 of {STEPS} meta-steps"):
+        assert len(run(tmp_path).history) == 2
     assert len(run(tmp_path, meta_steps=STEPS + 1).history) == STEPS + 1
 
 
 def test_callbacks_go_on_where_they_were(tmp_path: pathlib.Path) -> None:
     lines = tmp_path / "history.jsonl"
-    lines.write_text("left by a run that was killed\n")
+    lines.write_text('{"step": 0, "value": left by a run that was killed')
     stopping = hg.callbacks.EarlyStopping(patience=2, tolerance=10.0)  # nothing is ever better by 10
     first = run(tmp_path / "run", meta_steps=2, callbacks=[hg.callbacks.JsonLines(lines), stopping])
     assert [json.loads(line)["step"] for line in lines.read_text().splitlines()] == [0, 1]
-    lines.write_text("lost\n")
+    lines.unlink()
     fresh = hg.callbacks.EarlyStopping(patience=2, tolerance=10.0)
     result = run(tmp_path / "run", callbacks=[hg.callbacks.JsonLines(lines), fresh])
     assert [json.loads(line)["step"] for line in lines.read_text().splitlines()] == [0, 1, 2]
