@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from hypergrad._closures import name_of
 from hypergrad._door import check_signature
 from hypergrad._history import MetaStep
@@ -46,7 +48,7 @@ def asked(callbacks: list[Callback], done: MetaStep) -> tuple[list[Callback], Ty
 
 def _is_bool(x: Any) -> bool:
     """One of Python, NumPy or JAX."""
-    return isinstance(x, bool) or (getattr(x, "shape", None) == () and getattr(x, "dtype", None) == bool)
+    return isinstance(x, bool) or (getattr(x, "shape", None) == () and getattr(x, "dtype", None) == np.dtype(bool))
 
 
 def say_who_stops(stopping: list[Callback], history: list[MetaStep], meta_steps: int) -> None:
@@ -65,7 +67,7 @@ def say_what_is_left(callbacks: list[Callback], path: Any, history: list[MetaSte
     known = any(isinstance(c, (EarlyStopping, StopOnGrowth)) and c.stopped for c in callbacks)
     if not known and len(history) < meta_steps:
         warnings.warn(
-            f"`checkpoint` {path}: a callback stopped this run after {len(history)} of {meta_steps} meta-steps, and it stays "
-            f"so: nothing is made. A call with more than meta_steps={meta_steps} goes on.",
+            f"`checkpoint` {path}: a callback stopped this run after {len(history)} of {meta_steps} meta-steps, and it "
+            f"stays so: nothing is made. A call with more than meta_steps={meta_steps} goes on.",
             stacklevel=4,
         )

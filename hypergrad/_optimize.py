@@ -1,5 +1,6 @@
 """`hypergradient`, `optimize` and `restarts`: one evaluation, a meta-loop over it, and several of them."""
 
+import inspect
 import os
 import pathlib
 import warnings
@@ -99,6 +100,8 @@ def restarts(
     checkpoint: start i keeps its run in the folder `checkpoint/start-<i>`. options: those of `optimize`. A start whose
     training fails is left out with a warning; the error is raised if all fail.
     """
+    if unknown := sorted(options.keys() - _OPTIONS):
+        raise TypeError(f"hg.restarts has no option {', '.join(unknown)}. It takes {', '.join(_OPTIONS)}.")
     loop = MetaLoop(train_fn, val_fn, **options)
     starts = _checked(starts)
     results: list[Result] = []
@@ -115,6 +118,9 @@ def restarts(
     if not results:
         raise failures[0] if failures else ValueError("`starts` of hg.restarts is empty.")
     return sorted(results, key=lambda result: result.best.judged)
+
+
+_OPTIONS = tuple(inspect.signature(MetaLoop).parameters)[2:]  # those of `optimize`
 
 
 def _checked(starts: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from hypergrad._processes import divided, whole
 from hypergrad._shown import shown
 from hypergrad.batches import check_key
 from hypergrad.exact import substitute
-from hypergrad.schedules import spread
+from hypergrad.schedules import refuse_arithmetic, spread
 
 
 _UNIT_MARGIN = 2.0**-16  # the smallest momentum that the exact layer represents
@@ -77,6 +77,9 @@ class Domain(eqx.Module):
             return [("lower", low, values < 4 * low), ("upper", high, values > high / 4)]
         margin = 2.0**-12 * (high - low)
         return [("lower", low, np.abs(values - low) < margin), ("upper", high, np.abs(values - high) < margin)]
+
+
+refuse_arithmetic(Domain, "is stored unconstrained", "`hg.natural(hypers)` gives the numbers, as `train_fn` gets them")
 
 
 def positive(x: Any) -> Domain:

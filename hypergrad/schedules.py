@@ -29,32 +29,30 @@ class PerStep(eqx.Module):
         return wadler_lindig.TextDoc(f"PerStep({shown(self.values, steps=True)})")
 
 
-def _no_arithmetic(name: str) -> Any:
-    def refused(self: Any, *_: Any) -> Any:
-        raise TypeError(
-            f"{self} marks a step axis for the library and has no arithmetic ({name}): compute with its `.values`, an array "
-            "with that axis first; the value of step t is `.values[t]`."
-        )
-
-    return refused
+_OPERATORS = (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs", "matmul", "rmatmul",
+    "getitem", "float", "lt", "le", "gt", "ge",
+)  # fmt: skip
 
 
-for _name in (
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "rtruediv",
-    "pow",
-    "neg",
-    "matmul",
-    "getitem",
-    "float",
-):
-    setattr(PerStep, f"__{_name}__", _no_arithmetic(_name))
+def refuse_arithmetic(kind: type, why: str, cure: str) -> None:
+    """Operators of Python on a `kind` are errors that say so. Not `==`, by which trees are compared."""
+
+    def refused(name: str) -> Any:
+        def operator(self: Any, *_: Any) -> Any:
+            raise TypeError(f"{self} {why} and has no arithmetic ({name}): {cure}.")
+
+        return operator
+
+    for name in _OPERATORS:
+        setattr(kind, f"__{name}__", refused(name))
+
+
+refuse_arithmetic(
+    PerStep,
+    "marks a step axis for the library",
+    "compute with its `.values`, an array with that axis first; the value of step t is `.values[t]`",
+)
 
 
 class Knots(eqx.Module):
@@ -75,6 +73,11 @@ class Knots(eqx.Module):
         dtype = jnp.result_type(values, float) if jnp.issubdtype(values.dtype, jnp.integer) else values.dtype
         weights = jnp.asarray(_weights(values.shape[0], self.steps, self.kind, self.positions), dtype)
         return jnp.tensordot(weights, values, 1, precision=jax.lax.Precision.HIGHEST)
+
+
+refuse_arithmetic(
+    Knots, "is spread over the steps later", "compute with `hg.natural(...)` of it, or with the `.values` at knots"
+)
 
 
 def knots(values: Any, steps: int, kind: str = "linear", positions: Any = None) -> Knots:
@@ -101,7 +104,8 @@ def knots(values: Any, steps: int, kind: str = "linear", positions: Any = None) 
             raise TypeError(f"hg.knots{jax.tree_util.keystr(path)} must be real numbers; got {got}.")
         where = f"hg.knots{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}"
         if jnp.ndim(leaf) == 0 or not 1 <= jnp.shape(leaf)[0] <= steps:
-            raise ValueError(f"{where}; its leading axis counts the knots, from 1 to steps={steps}.")
+            listed = " A list is a tree of its entries: make it an array." if path and jnp.ndim(leaf) == 0 else ""
+            raise ValueError(f"{where}; its leading axis counts the knots, from 1 to steps={steps}.{listed}")
         if at is not None and jnp.shape(leaf)[0] != len(at):
             raise ValueError(f"{where}, for {len(at)} positions: give one position for each knot.")
     return Knots(jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), values), steps, kind, at)

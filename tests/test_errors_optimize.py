@@ -236,6 +236,11 @@ def test_a_bad_start_is_found_before_any_runs():
             hg.restarts(square, lambda x: x, starts, meta_steps=1)
 
 
+def test_restarts_has_the_options_of_optimize():
+    with fails(TypeError, "hg.restarts has no option seeds. It takes meta_steps, meta_optimizer, key, seeds_per_step, "):
+        hg.restarts(square, lambda x: x, [1.0], seeds=3)
+
+
 def test_callbacks_of_any_kind_are_called_or_refused():
     for given in (lambda c: iter([c]), lambda c: (x for x in [c]), lambda c: (c,)):
         seen = []

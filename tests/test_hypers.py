@@ -1,5 +1,7 @@
 """Domains: natural units come back, every stored value lies inside, and what lies outside is refused by name."""
 
+import re
+
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -236,3 +238,27 @@ def test_ends_of_an_interval_are_python_numbers():
     with pytest.raises(TypeError, match=r"hg\.bounded: `high` must be a Python float.* not traced"):
         jax.jit(lambda high: hg.natural(hg.bounded(0.5, 0.0, high)))(1.0)
     assert type(hg.bounded(0.5, np.float32(0), np.float32(1)).high) is float
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: 2 * x, lambda x: x - 1, lambda x: 2.0**x, lambda x: np.float32(2) * x, lambda x: jnp.ones(2) * x,
+        float, abs, lambda x: x[0], lambda x: x > 0, lambda x: 0 <= x,
+    ],
+    ids=["times", "minus", "power", "numpy", "jax", "float", "abs", "item", "greater", "at most"],
+)  # fmt: skip
+def test_what_is_no_number_yet_has_no_arithmetic_and_says_where_the_number_is(operation) -> None:
+    for given, cure in (
+        (hg.positive(0.5), "hg.natural(hypers)"),
+        (hg.PerStep(jnp.ones(3)), ".values"),
+        (hg.knots(jnp.ones(2), 3), "hg.natural"),
+    ):
+        with pytest.raises(TypeError, match="has no arithmetic .*" + re.escape(cure)):
+            operation(given)
+
+
+def test_domains_are_compared_and_are_trees_all_the_same() -> None:
+    a = hg.positive(0.5)
+    assert a == hg.positive(0.5) and a != hg.positive(0.25)
+    assert jax.tree.map(lambda u: 2 * u, a).natural() == pytest.approx(0.25)

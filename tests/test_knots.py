@@ -106,3 +106,10 @@ def test_knots_are_real_numbers(values: Any) -> None:
 def test_what_comes_third_is_the_kind() -> None:
     with pytest.raises(ValueError, match=r"`kind` of hg.knots must be one of 'linear'.*got \[0, 3\]"):
         hg.knots(jnp.ones(2), 4, [0, 3])
+
+
+def test_a_list_of_knots_is_told_from_an_array() -> None:
+    with pytest.raises(
+        ValueError, match=r"hg.knots\[0\] has shape \(\);.*A list is a tree of its entries: make it an array"
+    ):
+        hg.knots([0.1, 0.2], 3)

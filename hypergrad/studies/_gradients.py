@@ -10,7 +10,7 @@ import optuna
 from optuna.distributions import FloatDistribution
 from optuna.trial import FrozenTrial
 
-from hypergrad.hypers import Domain, describe_hypers, is_domain, split_fixed
+from hypergrad.hypers import Domain, describe, describe_hypers, is_domain, split_fixed
 from hypergrad.studies import _marks
 from hypergrad.studies._descent import Axes
 
@@ -26,9 +26,9 @@ def report_gradient(trial: Any, grads: Mapping[str, Any], space: Space = "natura
     bare number is dx if space is "natural", else du of the sampler's coordinates: log x for `log=True`, the logit of the
     place in the interval for others. Parameters that are left out have no gradient. `hg.fixed` leaves are passed over.
 
-    A wrong shape, NaN or infinity: the trial is kept, its gradient ignored, with one warning. ValueError for a name that
-    the trial did not suggest and for several objectives. Called again in a trial, it adds what is new and replaces the
-    rest. A trial without a study (`optuna.trial.FixedTrial`): no effect.
+    A wrong shape, NaN or infinity: the trial is kept, its gradient ignored, with one warning. TypeError for what is no real
+    number, ValueError for a name that the trial did not suggest and for several objectives. Called again in a trial, it
+    adds what is new and replaces the rest. A trial without a study (`optuna.trial.FixedTrial`): no effect.
     """
     if not isinstance(trial, optuna.trial.Trial):
         return
@@ -104,7 +104,7 @@ def _derivatives(trial: FrozenTrial, numbers: dict[str, Any], space: Space) -> n
         if len(leaves) != 1 or np.shape(leaves[0]) != ():
             shapes = ", ".join(str(np.shape(x)) for x in leaves)
             raise _Unusable(f"{name!r} is one number, its derivative of shape {shapes or 'nothing'}.")
-        x, derivative = trial.params[name], float(leaves[0])
+        x, derivative = trial.params[name], _as_real(name, leaves[0])
         if is_domain(given):
             if (slope := _domain_slope(given, x)) < 0:
                 raise _Unusable(f"{name!r} is {x:.6g}, which is not in the domain of its derivative, hg.{given.kind}.")
@@ -113,6 +113,17 @@ def _derivatives(trial: FrozenTrial, numbers: dict[str, Any], space: Space) -> n
             derivative /= float(Axes.of(trial, (name,)).slope(np.array([x]))[0]) or np.nan
         found[i] = derivative
     return found
+
+
+def _as_real(name: str, x: Any) -> float:
+    """A number of Python, or what any library has as one; `float` would read text, and drop an imaginary part."""
+    try:
+        if not (isinstance(x, (str, bytes)) or np.iscomplexobj(x)):
+            return float(x)
+    except (TypeError, ValueError):
+        if isinstance(x, jax.core.Tracer):
+            raise
+    raise TypeError(f"the derivative of {name!r} must be one real number; got {describe(x)}.")
 
 
 def _domain_slope(domain: Domain, x: float) -> float:

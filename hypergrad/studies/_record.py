@@ -82,8 +82,8 @@ def _check_study(study: Any) -> None:
     if study.directions != [StudyDirection.MINIMIZE]:
         directions = ", ".join(direction.name.lower() for direction in study.directions)
         raise ValueError(
-            f"RecordTrials records values that hg.optimize minimizes; the directions of the study are [{directions}], so its "
-            "best trial would be another. Record into a study of its own with direction='minimize'."
+            f"RecordTrials records values that hg.optimize minimizes; the directions of the study are [{directions}], so "
+            "its best trial would be another. Record into a study of its own with direction='minimize'."
         )
 
 

@@ -41,8 +41,8 @@ class HypergradientSampler(BaseSampler):
             raise TypeError(f"`meta_optimizer` must be an optax transformation like optax.adam(0.1); got {kind}.")
         if inner_sampler is not None and not isinstance(inner_sampler, BaseSampler):
             raise TypeError(
-                "`inner_sampler` must be a sampler of Optuna, called, like optuna.samplers.RandomSampler(), or None for TPE; "
-                f"got {describe(inner_sampler)}."
+                "`inner_sampler` must be a sampler of Optuna, called, like optuna.samplers.RandomSampler(), or None for "
+                f"TPE; got {describe(inner_sampler)}."
             )
         seed = int(seed) if isinstance(seed, np.integer) else seed
         if seed is not None and not _marks.is_seed(seed):

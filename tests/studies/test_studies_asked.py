@@ -100,7 +100,9 @@ def test_a_worker_with_another_tree_begins_a_chain_of_its_own_and_says_so() -> N
         hg.studies.report_gradient(trial, hypers)
         return 1.0 + trial.suggest_int("depth", 1, 3)
 
-    with pytest.warns(UserWarning, match=r"trial 3 does not go on with the chain of trial 0.*float32\[\] in positive at") as told:
+    with pytest.warns(
+        UserWarning, match=r"trial 3 does not go on with the chain of trial 0.*float32\[\] in positive at"
+    ) as told:
         study.optimize(longer, n_trials=1)
     assert [w.filename for w in told] == [__file__]
     assert steps(study) == [0, 1, 2, 0] and _marks.read_link(study.trials[3]).chain == 3

@@ -3,6 +3,7 @@
 import re
 import warnings
 
+import jax
 import numpy as np
 import optuna
 import pytest
@@ -77,3 +78,12 @@ def test_names_that_were_not_suggested_are_errors():
 def test_arguments_are_checked():
     with pytest.raises(TypeError, match="`meta_optimizer` must be an optax transformation like optax.adam"):
         hg.studies.HypergradientSampler(meta_optimizer="adam")
+
+
+@pytest.mark.parametrize("given", ["a", "1.0", 1j, np.complex64(1), jax.random.key(0)], ids=str)
+def test_a_derivative_is_a_real_number(given) -> None:
+    trial = study_of().ask()
+    trial.suggest_float("x", 0.0, 1.0)
+    with pytest.raises(TypeError, match="the derivative of 'x' must be one real number; got"):
+        hg.studies.report_gradient(trial, {"x": given})
+    assert _marks.read_gradient(trial.study.trials[0]) is None

@@ -120,7 +120,8 @@ def test_a_tree_of_another_shape_begins_anew():
     study.optimize(objective, n_trials=3)
     trial = study.ask()
     longer = {**HYPERS, "rate": hg.positive(hg.PerStep(np.full(6, 0.2, np.float32)))}
-    assert_same(hg.studies.suggest_tree(trial, longer), longer)
+    with pytest.warns(UserWarning, match=r"float32\[5\] in positive at \['rate'\] there, float32\[6\] in positive here"):
+        assert_same(hg.studies.suggest_tree(trial, longer), longer)
 
 
 @pytest.mark.parametrize(
