@@ -31,12 +31,15 @@ def listed(callbacks: Any) -> list[Callback]:
     return given
 
 
-def asked(callbacks: list[Callback], done: MetaStep) -> tuple[list[Callback], TypeError | None]:
-    """All are called: (those that stop, the error for one whose result says neither to stop nor to go on)."""
+def asked(callbacks: list[Callback], done: MetaStep, undecided: set[int]) -> tuple[list[Callback], TypeError | None]:
+    """All are called: (those that stop, the error for one whose result says neither to stop nor to go on). undecided: gets
+    the ids of those that return None."""
     stopping, wrong = list[Callback](), None
     for callback in callbacks:
         result = callback(done)
-        if result is None or _is_bool(result):
+        if result is None:
+            undecided.add(id(callback))
+        elif _is_bool(result):
             stopping += [callback] if result else []
         elif wrong is None:
             wrong = TypeError(
@@ -46,25 +49,30 @@ def asked(callbacks: list[Callback], done: MetaStep) -> tuple[list[Callback], Ty
     return stopping, wrong
 
 
+def _is_ours(callback: Callback) -> bool:
+    return type(callback).__module__ == EarlyStopping.__module__
+
+
 def _is_bool(x: Any) -> bool:
     """One of Python, NumPy or JAX."""
     return isinstance(x, bool) or (getattr(x, "shape", None) == () and getattr(x, "dtype", None) == np.dtype(bool))
 
 
-def say_who_stops(stopping: list[Callback], history: list[MetaStep], meta_steps: int) -> None:
-    """Of callbacks of one's own: those of the library are there to stop, while True is returned by much that logs."""
-    others = [name_of(c) for c in stopping if not isinstance(c, (EarlyStopping, StopOnGrowth))]
-    if others and len(history) < meta_steps:
+def say_who_stops(stopping: list[Callback], undecided: set[int], history: list[MetaStep], meta_steps: int) -> None:
+    """Of those that are made to log, it seems: much that logs returns nothing, and now and then True. undecided: the ids of
+    callbacks that have returned None."""
+    loggers = [name_of(c) for c in stopping if id(c) in undecided]
+    if loggers and len(history) < meta_steps:
         warnings.warn(
-            f"hg.optimize stops at meta-step {history[-1].step} of {meta_steps}: the callback {', '.join(others)} returned "
-            "True. If it is not to stop, let it return nothing.",
-            stacklevel=5,
+            f"hg.optimize stops at meta-step {history[-1].step} of {meta_steps}: the callback {', '.join(loggers)} returned "
+            "True, and nothing before. If it is not to stop, let it return nothing; if it is, False else.",
+            stacklevel=4,
         )
 
 
 def say_what_is_left(callbacks: list[Callback], path: Any, history: list[MetaStep], meta_steps: int) -> None:
-    """Of a folder whose run was stopped early, unless one of the library's callbacks would stop there too."""
-    known = any(isinstance(c, (EarlyStopping, StopOnGrowth)) and c.stopped for c in callbacks)
+    """Of a folder whose run was stopped early, unless a callback of this call would stop there too."""
+    known = any(c.stopped if isinstance(c, (EarlyStopping, StopOnGrowth)) else not _is_ours(c) for c in callbacks)
     if not known and len(history) < meta_steps:
         warnings.warn(
             f"`checkpoint` {path}: a callback stopped this run after {len(history)} of {meta_steps} meta-steps, and it "

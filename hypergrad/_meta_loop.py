@@ -105,25 +105,26 @@ class MetaLoop:
                     callback.begin(None if folder is None else list(history))
             if folder is not None and stopped:
                 say_what_is_left(self.callbacks, folder.path, history, self.meta_steps)
+            undecided: set[int] = set()  # ids of callbacks that have returned None
             for _ in range(len(history), len(history) if stopped else self.meta_steps):
                 done, point = self._meta_step(point, fixed, history)
                 if folder is not None:
                     folder.check()  # what callbacks write is another's too, if the folder is
                 history.append(done)
-                stopping, wrong = asked(self.callbacks, done)
+                stopping, wrong = asked(self.callbacks, done, undecided)
                 if folder is not None:
                     self._save(folder, history, point, bool(stopping))
                 if wrong is not None:
                     raise wrong
                 if stopping:
-                    self._say_why(history, stopping)
+                    say_who_stops(stopping, undecided, history, self.meta_steps)
+                    self._say_why(history)
                     break
         grown = any(isinstance(c, StopOnGrowth) and c.stopped for c in self.callbacks)
         return Result(best(history).hypers if grown else eqx.combine(point.learned, fixed), best(history), history)
 
-    def _say_why(self, history: list[MetaStep], stopping: list[Callback]) -> None:
+    def _say_why(self, history: list[MetaStep]) -> None:
         """Of a stop that nobody asked for."""
-        say_who_stops(stopping, history, self.meta_steps)
         if self.guard is not None and self.guard.stopped:
             warnings.warn(
                 f"hg.optimize stops at meta-step {history[-1].step}: the last {self.guard.patience} hypergradients, or the "

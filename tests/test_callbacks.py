@@ -35,18 +35,26 @@ def test_what_is_neither_true_nor_false_is_an_error_after_the_meta_step_is_kept(
 
 
 @pytest.mark.parametrize("kind", [bool, np.bool_, jnp.bool_], ids=["python", "numpy", "jax"])
-def test_a_bool_of_any_kind_stops_or_goes_on_and_who_stopped_is_said(kind, tmp_path) -> None:
-    def logs(done):
-        return kind(done.step == 1)
-
-    with pytest.warns(UserWarning, match="stops at meta-step 1 of 3: the callback .*logs returned True") as told:
-        assert run(logs, checkpoint=tmp_path) == [0, 1]
-    assert [w.filename for w in told] == [__file__]
+def test_a_bool_of_any_kind_stops_or_goes_on(kind, tmp_path) -> None:
+    stop = lambda done: kind(done.step == 1)  # noqa: E731
+    for _ in range(2):
+        assert run(stop, checkpoint=tmp_path) == [0, 1]
     with pytest.warns(UserWarning, match=f"{re.escape(str(tmp_path))}: a callback stopped this run after 2 of 3") as told:
         assert run(checkpoint=tmp_path) == [0, 1]
     assert [w.filename for w in told] == [__file__]
     assert run(checkpoint=tmp_path, meta_steps=2) == [0, 1]  # as many as were asked for: in silence
     assert run(checkpoint=tmp_path, meta_steps=4) == [0, 1, 2, 3]
+
+
+def test_what_returned_nothing_before_is_named_where_it_stops() -> None:
+    """As bars of progress do, which return True where they were drawn."""
+
+    def logs(done):
+        return True if done.step == 1 else None
+
+    with pytest.warns(UserWarning, match="stops at meta-step 1 of 3: the callback .*logs returned True, and noth") as told:
+        assert run(logs) == [0, 1]
+    assert [w.filename for w in told] == [__file__]
 
 
 def test_a_callback_of_the_library_stops_in_silence_and_its_folder_is_found_so(tmp_path) -> None:
