@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import long
 from recorded import SEGMENT, assert_same
 from tiny import fails
 
@@ -38,7 +39,7 @@ def rates(momentum: Any = 0.5, **of_leaves: float) -> hg.SGD:
 
 @pytest.mark.parametrize(
     "optimizer",
-    [rates(b=0.02, d=0.02), hg.SGD(0.01, 0.5), hg.clip(rates(a=0.02, b=0.02), 1e9)],
+    [rates(b=0.02, d=0.02), long(hg.SGD(0.01, 0.5)), hg.clip(rates(a=0.02, b=0.02), 1e9)],
     ids=["others side by side", "all of them", "clipped"],
 )
 def test_a_run_is_resumed_with_leaves_laid_otherwise(optimizer: Any, tmp_path: pathlib.Path) -> None:
@@ -72,7 +73,7 @@ def test_decays_of_the_past_are_compared_link_by_link(tmp_path: pathlib.Path) ->
 
 @pytest.mark.parametrize(
     "optimizer",
-    [hg.RMSProp(0.01, decay=0.5, momentum=0.5), rates({"a": 0.5, "b": 0.5} | dict.fromkeys("cdw", 0.25))],
+    [long(hg.RMSProp(0.01, decay=0.5, momentum=0.5)), rates({"a": 0.5, "b": 0.5} | dict.fromkeys("cdw", 0.25))],
     ids=["of one rule", "of leaves"],
 )
 def test_equal_numbers_are_differentiated_each_for_itself(optimizer: Any, tmp_path: pathlib.Path) -> None:
