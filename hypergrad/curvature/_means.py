@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad import _programs as programs
 from hypergrad.curvature._passes import wide
 
 
@@ -100,10 +101,13 @@ def _slopes(name: str, loss: Any, params: Any, theta: Any, batch: Any, unit: flo
 
 
 def _compared(function: Callable[[Any], Array], batch: Any, unit: float | None) -> Compared:
-    apart = jax.vmap(function)(jax.tree.map(lambda x: jnp.asarray(x)[:, None], batch))
-    means = jnp.mean(wide(apart)), jnp.mean(jnp.abs(wide(apart)))
-    whole, mean, size = (float(x) for x in (function(batch), *means))
-    return Compared(whole, mean, size, float(jnp.finfo(jnp.result_type(apart.dtype, 0.0)).eps) if unit is None else unit)
+    def numbers(batch: Any) -> tuple[Array, Array, Array]:
+        apart = wide(jax.vmap(function)(jax.tree.map(lambda x: x[:, None], batch)))
+        return function(batch), jnp.mean(apart), jnp.mean(jnp.abs(apart))
+
+    found = programs.apart(numbers, jax.tree.map(jnp.asarray, batch))  # found again for equal programs
+    own = float(jnp.finfo(jnp.result_type(found[0].dtype, 0.0)).eps) if unit is None else unit
+    return Compared(*map(float, found), own)
 
 
 def _signs(tree: Any) -> Any:
