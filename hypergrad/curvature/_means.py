@@ -107,7 +107,8 @@ def _compared(function: Callable[[Any], Array], batch: Any, unit: float | None) 
 
     found = programs.apart(numbers, jax.tree.map(jnp.asarray, batch))  # found again for equal programs
     own = float(jnp.finfo(jnp.result_type(found[0].dtype, 0.0)).eps) if unit is None else unit
-    return Compared(*map(float, found), own)
+    whole, mean, size = map(float, found)
+    return Compared(whole, mean, size, own)
 
 
 def _signs(tree: Any) -> Any:
