@@ -76,6 +76,8 @@ def test_files_are_not_read_inside_of_jit(name: str, record: hg.Record) -> None:
 def test_nor_is_what_comes_after_a_step_differentiated(record: hg.Record) -> None:
     with fails(ValueError, "Record.resume works from Python", "hg.train(..., state=record.rewind(step).state)"):
         jax.grad(lambda rate: jnp.sum(record.resume(1, optimizer=hg.SGD(rate, 0.9)).params["w"]))(0.1)
+    with fails(ValueError, "Record.resume works from Python"):
+        jax.vmap(lambda rate: record.resume(1, optimizer=hg.SGD(rate, 0.9)).params["w"])(jnp.array([0.1, 0.2]))
 
 
 def test_a_step_may_be_a_number_of_numpy_or_jax(record: hg.Record) -> None:

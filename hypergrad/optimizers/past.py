@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.optimizers.chain import Optimizer
-from hypergrad.optimizers.expand import Hypers, compute_dtype, expand, fields_of
+from hypergrad.optimizers.expand import Hypers, compute_dtype, concrete, expand, fields_of
 from hypergrad.optimizers.partition import layers_of, stacks_of
 from hypergrad.optimizers.prepared import Prepared, prepared
 from hypergrad.optimizers.weights import weights_of
@@ -58,7 +58,8 @@ class Before:
         name = id(before), id(after)
         if name not in self.whole:
             x = after
-            if before.shape[0] != 1 or after.shape[0] != 1 or (before != after).any():
+            known = concrete((before, after))  # traced ones are refused later, by name
+            if not known or before.shape != after.shape or not (before == after).all():
                 early = jnp.broadcast_to(before, (self.past.steps, *before.shape[1:]))[: self.past.step]
                 late = jnp.broadcast_to(after, (steps, *after.shape[1:]))[self.past.step :]
                 shape = jnp.broadcast_shapes(early.shape[1:], late.shape[1:])
