@@ -58,26 +58,6 @@ def test_the_record_of_another_run_is_refused_by_what_differs(name: str, recorde
         hg.record(**options() | other(), folder=folder)
 
 
-def test_a_record_from_elsewhere_is_opened_with_a_warning(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hg.record(**options(), folder=tmp_path)
-    monkeypatch.setattr("jax.__version__", "0.0.1")
-    with pytest.warns(UserWarning, match=r"was made elsewhere: jax '.*', now '0.0.1'"):
-        record = hg.record(**options(), folder=tmp_path)
-    assert_same(record.rewind(0).params, NET.params())
-
-
-def test_another_loss_is_no_record_from_elsewhere(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one version of JAX programs can be compared, whatever XLA is told."""
-    hg.record(**options(), folder=tmp_path)
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_dump_disable_metadata=true")
-    other = {"loss": lambda *a: 2 * NET.loss(*a)}
-    with pytest.warns(UserWarning, match="was made elsewhere: flags"), fails(ValueError, "is of another run", "`loss`"):
-        hg.record(**options() | other, folder=tmp_path)
-    monkeypatch.setattr("jax.__version__", "0.0.1")
-    with pytest.warns(UserWarning, match="compute the same cannot be told: what was trained is given as it was recorded"):
-        hg.record(**options() | other, folder=tmp_path)
-
-
 def flipped(path: pathlib.Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

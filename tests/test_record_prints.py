@@ -1,5 +1,6 @@
-"""What a record cannot print, it refuses: Python that a program calls may compute something else when it is opened."""
+"""What a record prints of a run, and refuses: another loss, and Python that may compute something else when it is opened."""
 
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
+from recorded import NET, assert_same, options
 from tiny import BATCHES, PARAMS, SGD, fails, final, loss
 
 import hypergrad as hg
@@ -81,3 +83,23 @@ def test_what_only_reports_is_recorded(tmp_path: pathlib.Path, monkeypatch: pyte
     run, inputs, _ = run_of(Made(reporting, BATCHES, 3, given), tmp_path)
     assert all(contains(run.functions.loss.jaxpr, name) for name in ("hypergrad_report", "debug_callback"))
     assert prints_of(run, inputs)["program"]
+
+
+def test_a_record_from_elsewhere_is_opened_with_a_warning(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hg.record(**options(), folder=tmp_path)
+    monkeypatch.setattr("jax.__version__", "0.0.1")
+    with pytest.warns(UserWarning, match=r"was made elsewhere: jax '.*', now '0.0.1'"):
+        record = hg.record(**options(), folder=tmp_path)
+    assert_same(record.rewind(0).params, NET.params())
+
+
+def test_another_loss_is_no_record_from_elsewhere(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one version of JAX programs can be compared, whatever XLA is told."""
+    hg.record(**options(), folder=tmp_path)
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_dump_disable_metadata=true")
+    other = {"loss": lambda *a: 2 * NET.loss(*a)}
+    with pytest.warns(UserWarning, match="was made elsewhere: flags"), fails(ValueError, "is of another run", "`loss`"):
+        hg.record(**options() | other, folder=tmp_path)
+    monkeypatch.setattr("jax.__version__", "0.0.1")
+    with pytest.warns(UserWarning, match="compute the same cannot be told: what was trained is given as it was recorded"):
+        hg.record(**options() | other, folder=tmp_path)
