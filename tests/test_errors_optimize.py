@@ -265,6 +265,7 @@ def test_traced_hypers_are_refused_in_words(around):
         jax.jit(lambda key: hg.optimize(square, lambda x: x, 1.0, key=key).best.value)(jax.random.key(0))
 
 
+@pytest.mark.long
 def test_a_line_search_says_that_it_is_compiled():
     def host(h, _):
         batches = hg.host_batches(lambda t: np.ones(2, np.float32))

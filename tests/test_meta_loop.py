@@ -123,6 +123,7 @@ def test_lbfgs_sees_one_objective_and_beats_adam(seeds: int) -> None:
     assert values[-1] < 0.1 * plain.history[-1].value
 
 
+@pytest.mark.long
 def test_a_line_search_turns_away_from_where_training_fails() -> None:
     """Beyond x = 4 the run leaves its range; the first trial steps of the search land there."""
 
@@ -251,6 +252,7 @@ def test_progress_shows_what_there_is() -> None:
     assert file.getvalue().endswith("|gradient| 2   0.10 s   1 clipped   training amplifies 1e+04 times\n")
 
 
+@pytest.mark.long
 def test_what_a_diverging_seed_has_does_not_hide_what_others_need() -> None:
     """They lack room for digits: it grows, and they go well."""
     first = jax.random.key_data(jax.random.split(jax.random.fold_in(jax.random.key(0), 0), 3)[0])

@@ -156,6 +156,7 @@ def test_any_optax_chain_is_a_meta_optimizer() -> None:
     np.testing.assert_allclose(np.abs(np.diff(path)), [0.01, 0.01 / 2, 0.01 / 3], rtol=1e-4)
 
 
+@pytest.mark.long
 def test_unrolled_runs_can_be_optimized_too() -> None:
     options = {"meta_steps": 2, "meta_optimizer": optax.sgd(0.1)}
     results = [hg.optimize(trainer(adjoint=a), val_fn, RATE, **options) for a in (hg.Unrolled(), hg.Reversible())]

@@ -135,6 +135,7 @@ def test_a_budget_that_holds_no_state(budget: Any, fragment: str, tmp_path: path
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.long
 def test_what_rounds_otherwise_is_found_on_the_way_back(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = hg.record(**options(loss=lambda *a: 3 * NET.loss(*a)), folder=tmp_path)
     unstep = rewind.unstep

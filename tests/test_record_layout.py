@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import long
+from covering import long, some_of
 from recorded import SEGMENT, assert_same
 from tiny import fails
 
@@ -39,7 +39,7 @@ def rates(momentum: Any = 0.5, **of_leaves: float) -> hg.SGD:
 
 @pytest.mark.parametrize(
     "optimizer",
-    [rates(b=0.02, d=0.02), long(hg.SGD(0.01, 0.5)), hg.clip(rates(a=0.02, b=0.02), 1e9)],
+    [long(rates(b=0.02, d=0.02)), long(hg.SGD(0.01, 0.5)), hg.clip(rates(a=0.02, b=0.02), 1e9)],
     ids=["others side by side", "all of them", "clipped"],
 )
 def test_a_run_is_resumed_with_leaves_laid_otherwise(optimizer: Any, tmp_path: pathlib.Path) -> None:
@@ -86,13 +86,14 @@ def test_equal_numbers_are_differentiated_each_for_itself(optimizer: Any, tmp_pa
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.long
 def test_decays_in_another_form_are_told(tmp_path: pathlib.Path) -> None:
     record = hg.record(**options(rates(dict.fromkeys(PARAMS, 0.5)), steps=STEPS), folder=tmp_path)
     with fails(ValueError, "their decays in the form that they had"):
         record.resume(5, optimizer=rates(dict.fromkeys(PARAMS, 0.5) | {"b": jnp.full(4, 0.5)}))
 
 
-@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@some_of("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], jax.sharding.AxisType.Explicit)
 def test_a_mesh_in_force_makes_no_other_run(kind: Any, tmp_path: pathlib.Path) -> None:
     mesh = jax.make_mesh((1,), ("d",), axis_types=(kind,))
     on_it = lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P()))  # noqa: E731

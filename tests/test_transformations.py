@@ -198,6 +198,7 @@ def assert_learns(params: Any, apply: Any) -> None:
         assert all(jnp.any(x != 0) for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.long
 def test_a_named_tuple_and_a_nested_dict_with_none_are_parameters() -> None:
     params = {
         "hidden": Layer(jnp.ones((3, 2)), None),
@@ -234,6 +235,7 @@ def test_a_run_resumed_is_one_run(dtype: str, tolerance: float) -> None:
         np.testing.assert_allclose(x, y, atol=tolerance)
 
 
+@pytest.mark.long
 def test_typed_and_legacy_keys_draw_the_same_batches() -> None:
     """To rounding: they are two programs. Other batches are far away."""
     typed, legacy, other = jax.random.key(3), jax.random.PRNGKey(3), jax.random.key(4)

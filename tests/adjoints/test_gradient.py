@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import hypergrad as hg
 from hypergrad._isolation import behind_branch
@@ -47,6 +48,7 @@ def trained(loss: Any, rule: Any, adjoint: Any, w: Any, theta: Any) -> jax.Array
     return sum(jnp.sum(jnp.sin(v)) for v in jax.tree.leaves(run.params)) + jnp.sum(run.losses)
 
 
+@pytest.mark.long
 def test_a_winding_loss_has_one_derivative() -> None:
     """Through a rule that is not linear, whose gradients are isolated."""
     with jax.enable_x64(True):

@@ -156,7 +156,11 @@ def value_of(form: str) -> Any:
     return jax.jit(lambda hypers: objective(adjoint, hypers)[0])
 
 
-@pytest.mark.parametrize(("form", "kind"), [*itertools.product(FORMS, KINDS[3:]), *itertools.product(FORMS[:1], KINDS[:3])])
+@some_of(
+    ("form", "kind"),
+    [*itertools.product(FORMS, KINDS[3:]), *itertools.product(FORMS[:1], KINDS[:3])],
+    *itertools.product(("scalar", "per step", "per step and weight"), KINDS),
+)
 def test_reversal_agrees_with_central_differences(form: str, kind: str) -> None:
     gradient = evaluate(form, "reversible", "float64")[1][kind]
     with jax.enable_x64(True):
@@ -245,6 +249,7 @@ def test_one_output_and_one_input_at_a_time(output: int) -> None:
         assert_close(got, jax.tree.map(np.asarray, expected), 1e-7)
 
 
+@pytest.mark.long
 def test_second_derivatives_go_through_unrolled() -> None:
     """d/dh of g(h) = u . dF/dh: nested through `Unrolled`, against differences of the gradients of `Reversible`."""
 

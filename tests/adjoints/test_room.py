@@ -173,6 +173,7 @@ def test_room_grows_before_it_is_missed_and_is_given_back(monkeypatch, rooms):
     assert 1 < len(means) <= 4 and means[-1] < means[0] / 4
 
 
+@pytest.mark.long
 def test_bounds_hold_in_a_meta_loop_too(monkeypatch, rooms):
     """Where room is little they say more than the guess, and never need to grow."""
     hypers = hypers_of() | {"b1": hg.bounded(0.9, 0.85, 0.95)}
@@ -195,6 +196,7 @@ def test_a_run_inside_of_a_program_of_the_users(inside, monkeypatch, rooms):
     assert len({done.value for done in expected.history}) == 3
 
 
+@pytest.mark.long
 def test_seeds_share_their_room(monkeypatch, rooms):
     much(monkeypatch)
     learned(hypers_of(), seeds_per_step=3, meta_steps=1)
@@ -215,6 +217,7 @@ def test_a_function_that_cannot_be_asked_is_not_refused(monkeypatch, rooms):
     assert [room["mean"] for room in rooms] == [SGD_DEFAULT] * 2
 
 
+@pytest.mark.long
 def test_a_resumed_loop_has_the_room_it_had(monkeypatch, rooms, tmp_path):
     much(monkeypatch)
     expected = learned(hypers_of(), meta_steps=4)
@@ -236,6 +239,7 @@ def test_room_fits_the_most_hungry_of_runs_that_share_a_name():
     assert fitted(has, []) == has
 
 
+@pytest.mark.long
 def test_what_is_fixed_need_be_no_array(monkeypatch, rooms):
     much(monkeypatch)
     hypers = hypers_of() | {"name": hg.fixed("text"), "more": hg.fixed(2)}
@@ -244,6 +248,7 @@ def test_what_is_fixed_need_be_no_array(monkeypatch, rooms):
     assert rooms[1]["mean"] < SGD_DEFAULT
 
 
+@pytest.mark.long
 def test_a_meta_loop_in_a_budget_has_room_for_each_segment(monkeypatch, rooms):
     much(monkeypatch)
     follow = lambda w, _, t: jnp.sum((w - jnp.sin(0.1 * t)) ** 2) / 2  # noqa: E731

@@ -200,6 +200,7 @@ def test_the_smallest_budget_works() -> None:
     np.testing.assert_array_equal(found["w"], expected["w"])
 
 
+@pytest.mark.long
 def test_decays_that_are_traced_need_the_capacity_that_the_error_names() -> None:
     def gradient(capacity: int | None) -> Any:
         adjoint = hg.Reversible(memory_budget=1000, capacity=capacity)

@@ -128,6 +128,7 @@ def test_nothing_is_spread_over_steps_that_no_step_needs() -> None:
     assert not large
 
 
+@pytest.mark.long
 def test_what_steps_before_have_of_an_average_is_given() -> None:
     with jax.enable_x64(True):
         of = lambda v: jnp.sum(of_rows(hg.ScheduleFreeAdamW(hg.PerStep(v)), adjoint=hg.Truncated(3)).params)  # noqa: E731

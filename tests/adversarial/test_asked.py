@@ -76,6 +76,7 @@ def test_what_users_print_is_printed_as_often_and_of_trained_values(monkeypatch:
     assert with_asking == plain and len(plain) == LOOP["meta_steps"]
 
 
+@pytest.mark.long
 def test_a_check_on_what_was_trained_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check stands between two runs, of which the later's momentum is made of it."""
 
@@ -111,7 +112,7 @@ def test_what_else_is_compiled_asks_nothing(jit: bool, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "momenta", [np.full(STEPS, 0.9), np.r_[np.full(STEPS - 20, 0.9), np.full(20, 0.4)]], ids=["one", "two"]
+    "momenta", [long(np.full(STEPS, 0.9)), np.r_[np.full(STEPS - 20, 0.9), np.full(20, 0.4)]], ids=["one", "two"]
 )
 def test_the_last_steps_have_the_room_that_they_need(
     momenta: np.ndarray, monkeypatch: pytest.MonkeyPatch, words: list[int]
@@ -130,6 +131,7 @@ def test_a_bound_holds_where_it_is_rounded() -> None:
     assert jnp.isfinite(gradient(hypers)["m"].unconstrained)
 
 
+@pytest.mark.long
 def test_links_that_capacity_does_not_name_are_asked(monkeypatch: pytest.MonkeyPatch, words: list[int]) -> None:
     adjoint = hg.Reversible(capacity={"square": 1})
     hypers = {"m": hg.unit_interval(0.9), "b2": hg.unit_interval(0.99)}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import long
+from covering import long, some_of
 
 import hypergrad as hg
 from hypergrad._choices import JAX_COMPARES_BITS
@@ -66,6 +66,7 @@ class Longer(Optimizer):
     )
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_in_a_rule_too() -> None:
     square = lambda w, theta, _: theta * jnp.sum(w**2) / 2  # noqa: E731
@@ -105,7 +106,7 @@ def test_equal_and_missing_arguments_are_shared_as_by_jax(name: str, x: float, y
     jax.tree.map(np.testing.assert_array_equal, both(mending(OF_TWO[name])), both(OF_TWO[name]))
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@some_of("dtype", ["float64", "float32", "bfloat16", "float16"], "float64", "bfloat16")
 def test_in_loops_branches_and_under_vmap_values_and_derivatives_are_those_of_jax(dtype: str) -> None:
     def function(x: jax.Array) -> jax.Array:
         over = lambda carry, row: (jnp.maximum(carry, row * x.dtype.type(0.5)), jnp.minimum(row, carry))  # noqa: E731

@@ -108,6 +108,7 @@ def test_no_large_batch_is_left_in_training_by_a_loss() -> None:
     assert large(jax.jit(jax.grad(loss)).lower(jnp.eye(N), None, jnp.asarray(A)).as_text()), "the test sees them"
 
 
+@pytest.mark.long
 def test_a_transform_of_what_lies_by_columns() -> None:
     """jaxlib 0.10.2 does not compile the gradient of this loss."""
 

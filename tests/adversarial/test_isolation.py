@@ -155,7 +155,8 @@ def test_so_does_a_run_cut_into_segments(transform: Any, monkeypatch: pytest.Mon
     assert_close(told(lambda: gradient(inputs("convolutions")))[0], expected("convolutions"))
 
 
-@pytest.mark.parametrize("isolate", [None, long(True)])
+@pytest.mark.long
+@pytest.mark.parametrize("isolate", [None, True])
 def test_from_python_both_passes_call_one_gradient(isolate: bool | None) -> None:
     assert_close(
         jax.grad(lambda i: value(i, "convolutions", driver="host", isolate=isolate))(inputs("convolutions")),

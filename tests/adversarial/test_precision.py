@@ -56,6 +56,7 @@ def test_cotangents_of_float16_keep_their_exponents() -> None:
         np.testing.assert_allclose(small[name], x, rtol=8e-2, err_msg=name)
 
 
+@pytest.mark.long
 def test_cotangents_of_float16_beside_a_loss_scale() -> None:
     scaled = slopes(jnp.float16, 1.0, 2.0**15)
     for name, x in slopes(jnp.float32).items():

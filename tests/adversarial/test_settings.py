@@ -161,6 +161,7 @@ def _by_training(w: Any, ct: Any) -> tuple[Any]:
 solved.defvjp(lambda w: (solved(w), w), _by_training)
 
 
+@pytest.mark.long
 def test_a_derivative_rule_may_train() -> None:
     f = lambda r, a: final(loss=lambda p, t, b: loss(p, t, b) + solved(p["w"]), optimizer=hg.SGD(r, 0.5), adjoint=a)  # noqa: E731
     np.testing.assert_allclose(*(jax.grad(f)(0.1, a) for a in ROADS), rtol=1e-4)

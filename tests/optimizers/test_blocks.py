@@ -83,10 +83,12 @@ def test_rules_that_tell_leaves_apart_may_stand_beside_each_other_by_name_and_or
     [
         long(hg.partition({"matrix": Muon(0.02), "rest": hg.AdamW(0.01)}, MATRICES)),
         long(hg.partition({"matrix": Shampoo(0.02), "rest": hg.SGD(0.1)}, MATRICES)),
-        hg.clip_by_global_norm(hg.partition({"matrix": Muon(0.02), "rest": hg.clip(hg.Adam(0.01), 0.1)}, MATRICES), 0.5),
-        long(hg.partition({"a": hg.SGD(0.1), "b": hg.partition({"c": hg.Adam(0.01), "d": hg.HeavyBall(0.01)}, "d")}, {
+        long(hg.clip_by_global_norm(
+            hg.partition({"matrix": Muon(0.02), "rest": hg.clip(hg.Adam(0.01), 0.1)}, MATRICES), 0.5
+        )),
+        hg.partition({"a": hg.SGD(0.1), "b": hg.partition({"c": hg.Adam(0.01), "d": hg.HeavyBall(0.01)}, "d")}, {
             "b": "a", "k": "b", "w": "a",
-        })),
+        }),
         long(hg.add_decayed_weights(hg.partition({"a": hg.SGD(0.1), "b": hg.SGD({"b": None, "k": 0.2, "w": 0.1})}, {
             "b": "a", "k": "b", "w": "b",
         }), 0.01)),

@@ -102,7 +102,7 @@ def test_what_prepare_must_return(c: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("c", "factors"),
     [
-        (lambda steps: 2.0, [2, 2, 2]),
+        long(lambda steps: 2.0, [2, 2, 2]),
         long(lambda steps: np.float64(2.0), [2, 2, 2]),
         long(lambda steps: jnp.float32(2.0), [2, 2, 2]),
         long(lambda steps: 2, [2, 2, 2]),

@@ -85,6 +85,7 @@ def test_adopt_goes_on_without_a_first_step() -> None:
     np.testing.assert_allclose(rest.losses[:1], whole.losses[10:11], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_the_first_gradient_after_a_state_of_adopt_counts() -> None:
     half = hg.train(loss, params(), hg.ADOPT(0.01), batches(), steps=2)
     on = lambda sign: hg.train(  # noqa: E731

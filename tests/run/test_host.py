@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import some_of
 from hosts import NOT_TRACED, assert_equal, final_of
 from problems import network
 from tiny import BATCHES, PARAMS, SGD, fails, final, loss, train
@@ -84,7 +85,7 @@ def test_a_fresh_train_fn_with_the_old_program_does_not_compile(made):
     assert learned(1.25) != first and made
 
 
-@pytest.mark.parametrize("driver", ["scan", "host"])
+@some_of("driver", ["scan", "host"], "host")
 def test_what_is_wanted_of_theta_tells_programs_apart(driver):
     """Both leaves have the same shape: the loop that differentiates the first once served the second."""
     linked = lambda params, theta, _: jnp.sum((params["w"] - theta["a"]) ** 2 + jnp.sin(params["w"]) * theta["b"])  # noqa: E731

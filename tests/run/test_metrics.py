@@ -108,6 +108,7 @@ def test_inside_of_jit_and_vmap() -> None:
     assert_close(jax.jit(jax.vmap(f))(many), jax.tree.map(lambda *x: jnp.stack(x), *each), 1e-4)
 
 
+@pytest.mark.long
 def test_training_is_the_same_with_it_and_without() -> None:
     options = {"theta": NET.theta(), "steps": STEPS}
     measured, alone = (

@@ -121,6 +121,7 @@ def test_they_move_and_are_differentiated_as_their_recursion_says() -> None:
         assert np.linalg.norm(x - y) <= 1e-8 * np.linalg.norm(y), jax.tree_util.keystr(path)
 
 
+@pytest.mark.long
 def test_what_is_batched_may_leave_the_parameters_alone() -> None:
     h = hypers_of(jnp.float32)
 

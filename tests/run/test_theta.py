@@ -109,7 +109,7 @@ def test_rows_have_the_derivative_of_the_whole(name: str, rule: Any) -> None:
     assert apart(rows, whole) < 1e-11
 
 
-@some_of("how", BY_ROW, *list(BY_ROW)[:2])
+@some_of("how", BY_ROW, "take")
 def test_however_rows_are_read(how: str) -> None:
     assert {read.leaf for read in reads_in(BY_ROW[how])} == {0, 1, 2}
     whole, rows = (jax.grad(end)(theta(), reader, hg.Reversible(), hg.Adam(0.05)) for reader in (BY_HAND, BY_ROW[how]))
