@@ -182,6 +182,7 @@ def evaluate(name: str, adjoint: Any) -> Any:
         return jax.tree.map(np.asarray, function(optimizer, NET.params(jnp.float64), NET.theta(jnp.float64)))
 
 
+@pytest.mark.of_bits  # what `evaluate` keeps serves both tests
 @some_of("name", DIFFERENTIATED, "AdamW")
 def test_derivatives_by_reversal_are_those_of_the_unrolled_run(name: str) -> None:
     reversed_, unrolled = evaluate(name, hg.Reversible())[0], evaluate(name, hg.Unrolled())[0]
