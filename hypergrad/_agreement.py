@@ -56,9 +56,10 @@ _CHECK_SENTENCES: dict[str, Callable[[GradientCheck], str]] = {
     "agrees": lambda c: f"They differ by {c.relative_error:.1g}, within {c.tolerance:.1g}.",
     "disagrees": lambda c: (
         f"They differ by {c.relative_error:.1g}, more than {c.tolerance:.1g} and more than the uncertainty: the gradient is "
-        "not the derivative of this function. Look for jax.lax.stop_gradient, a custom derivative rule, rounding or "
-        "integers in `train_fn` or `val_fn`, values that depend on more than (hypers, key), and kinks such as a maximum. If "
-        "hg.diagnose calls the run exploding, it may be right all the same: differences see nothing finer than their steps."
+        "not the derivative of this function, or the function has kinks within the steps. For the first look for "
+        "jax.lax.stop_gradient, a custom derivative rule, rounding or integers in `train_fn` or `val_fn`, and values that "
+        "depend on more than (hypers, key). Kinks are in relu, in a clip near its threshold, in Adam where a gradient is "
+        "zero, and in a run that hg.diagnose calls exploding: a smaller `step` in float64 tells, and adjoint=hg.Unrolled()."
     ),
     "the difference is too noisy to tell": lambda c: (
         "The differences do not settle, so they can neither confirm nor refute it. Compute in float64 (jax.enable_x64), "
@@ -92,7 +93,7 @@ class Smoothness(NamedTuple):
         turned = f"the hypergradient at its end has cosine {self.cosine:.2f} with the first"
         reach = f"predictions hold to 10 % up to steps of {self.trusted_step:.2g}"
         reach = reach if self.trusted_step else f"no prediction holds to 10 %, down to steps of {self.sizes[0]:.2g}"
-        if self.ratio > 0.5 and self.cosine > 0.5:
+        if 0.5 < self.ratio < 2 and self.cosine > 0.5:
             return f"smooth: {moved_by}, and {turned}; {reach}. Steps of this size are safe."
         cure = "Take a smaller meta-step"
         if self.trusted_step < self.step / 8:

@@ -21,13 +21,14 @@ def check_step(step: float) -> None:
 
 def check_like(gradient: Any, hypers: Any) -> Any:
     """The gradient as arrays, if it has a leaf of the same shape for each of the hyperparameters."""
-    ours, theirs = (jax.tree_util.tree_leaves_with_path(x) for x in (gradient, hypers))
-    shapes = lambda pairs: {jax.tree_util.keystr(path): jnp.shape(x) for path, x in pairs}  # noqa: E731
+    by_path = lambda tree: {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}  # noqa: E731
+    ours, theirs = by_path(gradient), by_path(hypers)
+    shapes = lambda leaves: {path: jnp.shape(x) for path, x in leaves.items()}  # noqa: E731
     if shapes(ours) != shapes(theirs):
         raise ValueError(
             f"`gradient` must be a pytree like the hyperparameters, with shapes {shapes(theirs)}; got {shapes(ours)}."
         )
-    arrays = [jnp.asarray(x, jnp.result_type(like)) for (_, x), (_, like) in zip(ours, theirs, strict=True)]
+    arrays = [jnp.asarray(ours[path], jnp.result_type(like)) for path, like in theirs.items()]  # in whatever order
     return jax.tree.unflatten(jax.tree.structure(hypers), arrays)
 
 

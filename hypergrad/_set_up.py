@@ -15,6 +15,7 @@ from hypergrad import _programs as programs
 from hypergrad._meshes import reject_explicit
 from hypergrad._metrics import CALL, measured
 from hypergrad._microbatches import check_loss, spread
+from hypergrad._numbers import check_numbers
 from hypergrad._problem import Problem
 from hypergrad._processes import reject_python, several
 from hypergrad._program_keys import contains
@@ -98,6 +99,7 @@ def _checked(problem: Problem) -> Problem:
     trees = problem._asdict()
     for name in ("params", "theta", "state", "optimizer", "statistics"):
         door.reject_domains(name, trees[name])
+        check_numbers(name, trees[name])
     reject_explicit({name: trees[name] for name in ("params", "theta", "state", "optimizer", "statistics", "batches")})
     params, batches = door.check_params(problem.params), problem.batches
     means = None if problem.statistics is None else door.check_statistics(problem.statistics)

@@ -196,8 +196,9 @@ def _checked(optimizer: Any) -> Optimizer:
 
 def _length(optimizer: Optimizer, steps: Any) -> int:
     """Of the schedules of an optimizer."""
-    if steps is not None and (as_int(steps) is None or steps < 1):
-        raise ValueError(f"`steps` of hg.to_optax must be an integer of at least 1; got {steps!r}.")
+    given, steps = steps, None if steps is None else as_int(steps)
+    if given is not None and (steps is None or steps < 1):
+        raise ValueError(f"`steps` of hg.to_optax must be an integer of at least 1; got {given!r}.")
     schedules = [x for x in jax.tree.leaves(optimizer, is_leaf=lambda x: isinstance(x, PerStep)) if isinstance(x, PerStep)]
     lengths = {jnp.shape(x)[0] for x in jax.tree.leaves(schedules) if jnp.ndim(x)}
     if len(lengths | ({steps} - {None})) > 1:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad._integers import as_int
+from hypergrad._numbers import check_number
 from hypergrad._programs import owned
 from hypergrad.errors import ReversalError
 
@@ -114,7 +115,7 @@ class HostBatches:
                 )
         self._remember(t, functools.reduce(lambda crc, x: zlib.crc32(_bytes(x), crc), found, 0))
         for x, (path, _, dtype) in zip(found, self.like, strict=True):
-            _check_integers(f"batch{jax.tree_util.keystr(path)} of step {t} of hg.host_batches", x, dtype)
+            check_number(f"batch{jax.tree_util.keystr(path)} of step {t} of hg.host_batches", x, dtype)
         # Copied: a loader may fill the same memory again while the device still reads it.
         return [jnp.array(x, dtype, copy=True) for x, (_, _, dtype) in zip(found, self.like, strict=True)]
 
@@ -189,6 +190,8 @@ def _known(x: Any) -> np.ndarray:
             f"a batch of hg.host_batches holds a {type(x).__name__}; its leaves must be arrays. Of a JAX key pass the "
             "integers, jax.random.key_data(key)."
         )
+    if np.ma.is_masked(x):
+        check_number("a batch of hg.host_batches", x)
     return np.asarray(x)
 
 
@@ -203,34 +206,15 @@ def _owned(name: str, data: Any) -> Any:
         place = f"data{jax.tree_util.keystr(path)}"
         if hasattr(x, "__array__") and not eqx.is_array_like(x):  # tensors, tables, arrays in files
             x = np.asarray(x)
-        if np.ma.is_masked(x):
-            raise TypeError(f"{name}: {place} has masked entries: fill them, or pass the mask as an array of its own.")
         of_numpy = isinstance(x, (np.ndarray, np.generic))
         if eqx.is_array_like(x) and not (of_numpy and not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != bool):
-            _check_integers(f"{name}: {place}", x)
+            check_number(f"{name}: {place}", x)
             return owned(x)
         kind = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
         cure = " A function of the step is a source of batches by itself: pass it to hg.train as it is." * callable(x)
         raise TypeError(f"{name} takes a pytree of arrays of numbers; {place} is {kind}.{cure}")
 
     return jax.tree_util.tree_map_with_path(one, data)
-
-
-def _check_integers(where: str, x: Any, dtype: Any = None) -> None:
-    """JAX would cut them off. dtype: what they are read as; None: by the setting of x64."""
-    if isinstance(x, (jax.Array, jax.core.Tracer, bool, float, complex)):
-        return
-    x = np.asarray(x)
-    if x.dtype.kind not in "iu":
-        return
-    dtype = jax.dtypes.canonicalize_dtype(x.dtype) if dtype is None else dtype
-    if x.dtype != dtype and not (x.astype(dtype) == x).all():
-        raise ValueError(
-            f"{where} has integers beyond {dtype}, as which JAX reads them: pass some that fit, or set jax_enable_x64."
-        )
-
-
-_RAW = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
 
 
 def check_key(key: Any) -> Array:
@@ -240,8 +224,7 @@ def check_key(key: Any) -> Array:
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not typed and (key.dtype != np.uint32 or not key.ndim):
         raise TypeError(f"`key` must be a JAX key such as jax.random.key(0); got {key.dtype}{list(key.shape)}.")
-    width = _RAW.shape[-1]
-    if not typed and key.shape[-1] != width:
+    if not typed and key.shape[-1] != (width := _raw_width()):
         raise TypeError(
             f"`key` is {key.dtype}{list(key.shape)}; raw keys here have {width} numbers. Pass a typed key, such as "
             "jax.random.key(0) or jax.random.wrap_key_data(key, impl=...)."
@@ -251,6 +234,11 @@ def check_key(key: Any) -> Array:
             f"`key` must be one key; got keys of shape {lead}. Take one of them, keys[0], or jax.vmap over them."
         )
     return key
+
+
+def _raw_width() -> int:
+    """Numbers of a raw key, by the generator that is set now."""
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape[-1]
 
 
 def _leading_axis(name: str, arrays: Any) -> int:

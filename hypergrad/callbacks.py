@@ -12,7 +12,7 @@ import pathlib
 import statistics
 import sys
 import time
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from hypergrad._safe_files import write_new
 
@@ -180,8 +180,8 @@ class JsonLines:
             self.longer = False
             self._write_anew()
             return
-        with self.path.open("a") as file:
-            file.write(self.own[-1])
+        with self.path.open("a+b") as file:
+            file.write(b"\n" * _is_cut_off(file) + self.own[-1].encode())
 
     def _make_ready(self, goes_on: bool) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -219,6 +219,14 @@ class JsonLines:
     @staticmethod
     def _line(done: Any) -> str:
         return json.dumps(done.record()) + "\n"
+
+
+def _is_cut_off(file: BinaryIO) -> bool:
+    """Whether the last line of a file has no end, as of a process that was killed while it wrote."""
+    if not file.seek(0, os.SEEK_END):
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"
 
 
 def _is_record(line: bytes) -> bool:

@@ -18,11 +18,12 @@ from jax import Array
 
 from hypergrad._bounds import at_least
 from hypergrad._hyper_names import hyper_path
+from hypergrad._numbers import check_numbers
 from hypergrad._processes import divided, whole
 from hypergrad._shown import shown
 from hypergrad.batches import check_key
 from hypergrad.exact import substitute
-from hypergrad.schedules import refuse_arithmetic, spread
+from hypergrad.schedules import has_knots, refuse_arithmetic, spread
 
 
 _UNIT_MARGIN = 2.0**-16  # the smallest momentum that the exact layer represents
@@ -98,6 +99,7 @@ def unit_interval(x: Any) -> Domain:
 
 def bounded(x: Any, low: float, high: float) -> Domain:
     """x = low + (high - low) sigmoid(u), low <= x <= high; what is given must lie between them."""
+    low, high = (float(x) if _is_known_scalar(x) else x for x in (low, high))
     for end, value in (("low", low), ("high", high)):
         if not isinstance(value, numbers.Real):
             raise TypeError(
@@ -170,6 +172,7 @@ def check_hypers(hypers: Any) -> Any:
     """`hypers` with its learned leaves as arrays; an error that names the path of the first that is not a float."""
     if not jax.tree.leaves(hypers):
         raise ValueError("`hypers` is empty: there is nothing to learn. Pass a pytree of float leaves or domains.")
+    check_numbers("hypers", hypers)
     learned, fixed_ = split_fixed(hypers)
     if not jax.tree.leaves(learned):
         raise ValueError("every leaf of `hypers` is hg.fixed: there is nothing to learn.")
@@ -233,8 +236,11 @@ def _interval(name: str, x: Any, low: float, high: float) -> Domain:
 
 def _representable(x: Any, domain: Domain, low: float, high: float) -> Domain:
     """The domain, whose values must still be strictly inside of it once they are stored."""
-    given, natural_ = jax.tree.leaves(spread(x)), jax.tree.leaves(domain.natural())
-    for value, stored in zip(given, natural_, strict=True):
+    # At knots, what is given is what the domain holds; between them it is not: they spread in its own coordinates.
+    pairs = [(v, domain._constrain(u)) for v, u in zip(*map(jax.tree.leaves, (x, domain.unconstrained)), strict=True)]
+    if has_knots(x):
+        pairs += [(v, v) for v in jax.tree.leaves(domain.natural())]
+    for value, stored in pairs:
         if isinstance(stored, jax.core.Tracer):
             continue
         least, most = map(float, domain.ends(stored.dtype))
@@ -253,7 +259,8 @@ def _representable(x: Any, domain: Domain, low: float, high: float) -> Domain:
 
 
 def _reject_domains(name: str, x: Any) -> None:
-    """The stored value of one would pass for a value in natural units."""
+    """The stored value of one would pass for a value in natural units. Nor numbers that JAX reads otherwise."""
+    check_numbers(f"hg.{name}", x)
     for path, leaf in jax.tree_util.tree_leaves_with_path(x, is_leaf=is_domain):
         if is_domain(leaf):
             raise TypeError(
@@ -280,6 +287,10 @@ def _check_leaves(name: str, x: Any, inside: Callable[[Any], Any], condition: st
 
 def _is_real(leaf: Any) -> bool:
     return eqx.is_array_like(leaf) and not jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating)
+
+
+def _is_known_scalar(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.ndim and _is_real(x)
 
 
 def _as_float(x: Any) -> Array:

@@ -13,6 +13,7 @@ import wadler_lindig  # what equinox prints with
 from jax import Array
 
 from hypergrad._integers import as_int
+from hypergrad._numbers import check_numbers
 from hypergrad._shown import shown
 
 
@@ -97,6 +98,7 @@ def knots(values: Any, steps: int, kind: str = "linear", positions: Any = None) 
         raise ValueError(f"`steps` of hg.knots must be an integer of at least 1; got {steps!r}.")
     steps = length
     at = None if positions is None else _checked_positions(positions, steps)
+    check_numbers("hg.knots", values)
     for path, leaf in jax.tree_util.tree_leaves_with_path(values):
         kind_of = jnp.result_type(leaf) if eqx.is_array_like(leaf) else None
         if kind_of is None or not any(jnp.issubdtype(kind_of, real) for real in (jnp.floating, jnp.integer)):
@@ -126,6 +128,10 @@ def _checked_positions(positions: Any, steps: int) -> tuple[float, ...]:
 def spread(tree: Any) -> Any:
     """The tree with all `Knots` in it turned into `PerStep`."""
     return jax.tree.map(lambda x: x.per_step() if _is_knots(x) else x, tree, is_leaf=_is_knots)
+
+
+def has_knots(tree: Any) -> bool:
+    return any(map(_is_knots, jax.tree.leaves(tree, is_leaf=_is_knots)))
 
 
 def _is_knots(x: Any) -> bool:

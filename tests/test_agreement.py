@@ -1,5 +1,6 @@
 """`check_gradient` and `check_smoothness` tell the truth about gradients that are right, wrong, or of no use."""
 
+import collections
 import math
 from typing import Any
 
@@ -60,7 +61,8 @@ def test_lies_of_one_percent_disagree(gradient: Any) -> None:
         assert_disagrees(
             hg.check_gradient(train_fn, val_fn, HYPERS, gradient=gradient | {"momentum": factor * gradient["momentum"]})
         )
-    right = hg.check_gradient(train_fn, val_fn, HYPERS, gradient=gradient)
+    turned = collections.OrderedDict(reversed(list(gradient.items())))
+    right = hg.check_gradient(train_fn, val_fn, HYPERS, gradient=turned)
     assert right.verdict == "agrees"
 
 
@@ -97,6 +99,8 @@ def test_smoothness_of_known_functions() -> None:
         assert str(s).startswith("smooth" if cosine > 0 else "rough")
         np.testing.assert_allclose(s.actual, -s.sizes + b * s.sizes**2 / 2, rtol=1e-4)
     assert s.trusted_step < s.step / 8 and "lower its learning rate" in s.explain()
+    steeper = hg.check_smoothness(lambda h, key: -h - 60 * h**2 / 2, jnp.asarray, 0.0, step=0.05)
+    assert round(steeper.ratio, 2) == 2.5 and str(steeper).startswith("rough")  # further than predicted is no safer
 
 
 @pytest.mark.long

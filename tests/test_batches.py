@@ -219,6 +219,45 @@ def test_what_is_an_array_to_numpy_is_data():
         hg.full_batch(np.ma.masked_array([1.0, 2.0], [0, 1]))
 
 
+MASKED = np.ma.masked_array(np.float32([1.0, 9.0]), [0, 1])
+BIG = np.array(2**33 + 5)
+
+
+def trained(params=1.0, rate=0.1, theta=None, batches=None):
+    def loss(w, theta, x):
+        return jnp.sum(w**2) * sum(map(jnp.mean, jax.tree.leaves(theta)), 1.0)
+
+    return hg.train(loss, params, hg.SGD(rate), hg.full_batch(0.0) if batches is None else batches, theta=theta, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (lambda: trained(params=MASKED), "params has masked entries"),
+        (lambda: trained(rate=MASKED, params=jnp.ones(2)), "optimizer.learning_rate has masked entries"),
+        (lambda: trained(theta={"a": MASKED}), r"theta\['a'\] has masked entries"),
+        (lambda: trained(theta=BIG), "theta has integers beyond int32"),
+        (lambda: trained(theta=BIG[()]), "theta has integers beyond int32"),
+        (lambda: trained(batches=hg.host_batches([MASKED] * 2)), "a batch of hg.host_batches has masked entries"),
+        (lambda: hg.fixed({"a": BIG}), r"hg.fixed\['a'\] has integers beyond int32"),
+        (lambda: hg.positive(MASKED), "hg.positive has masked entries"),
+        (lambda: hg.unit_interval(MASKED / 10), "hg.unit_interval has masked entries"),
+        (lambda: hg.knots(MASKED, 3), "hg.knots has masked entries"),
+        (lambda: hg.hypergradient(lambda h, key: h, jnp.sum, MASKED), "hypers has masked entries"),
+    ],
+)
+def test_what_jax_would_read_otherwise_is_told_wherever_it_comes_in(given, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        given()
+
+
+def test_raw_keys_are_those_of_the_generator_that_is_set():
+    with jax.default_prng_impl("rbg"):
+        assert hg.minibatches(jnp.arange(8.0), 2, jax.random.PRNGKey(0))(0).shape == (2,)
+        with pytest.raises(TypeError, match="raw keys here have 4 numbers"):
+            hg.minibatches(jnp.arange(8.0), 2, jnp.zeros(2, jnp.uint32))
+
+
 def test_integers_that_do_not_fit_are_told():
     batches = hg.host_batches([np.ones(3, int), np.full(3, 2**32 + 1)])
     with pytest.raises(ValueError, match="of step 1 of hg.host_batches has integers beyond int32"):

@@ -71,6 +71,14 @@ def values(path: pathlib.Path) -> list[Any]:
     return [record["value"] if "value" in record else record for record in map(json.loads, path.read_text().splitlines())]
 
 
+def test_a_line_that_was_cut_off_takes_no_record_with_it(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text('{"step": 7, "value": 0.12')
+    run(hg.callbacks.JsonLines(path), meta_steps=2)
+    first, *records = path.read_text().splitlines()
+    assert first == '{"step": 7, "value": 0.12' and [json.loads(line)["step"] for line in records] == [0, 1]
+
+
 def test_lines_that_are_no_records_stay(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "lines"
     path.write_text('{"mine": 1}\n{"mine": 2}')

@@ -232,6 +232,10 @@ def test_a_hyperparameter_has_one_domain(make, where):
         make(hg.fixed(0.1))
 
 
+def test_ends_of_an_interval_may_be_known_arrays():
+    assert hg.bounded(0.5, jnp.float32(0), np.float32(1)) == hg.bounded(0.5, 0, 1)
+
+
 def test_ends_of_an_interval_are_python_numbers():
     with pytest.raises(TypeError, match=r"hg\.bounded: `low` must be a Python float.*got float64\[2\]"):
         hg.bounded(jnp.full(2, 0.5), np.zeros(2), np.ones(2))

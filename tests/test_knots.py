@@ -51,6 +51,15 @@ def test_knots_stand_where_they_are_put(kind: str, expected: Any) -> None:
         np.testing.assert_allclose(evenly, hg.natural(hg.knots(jnp.asarray(values), 10, kind)).values, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("kind", "ends"), [("linear", [1e-2, 1e-4]), ("cubic", [0.1, 0.1, 0.01, 0.01])])
+def test_knots_far_apart_spread_in_logarithms(kind: str, ends: list[float]) -> None:
+    """Between the knots of a domain nothing is what it is in natural units, which may even be negative."""
+    found = hg.natural(hg.positive(hg.knots(np.float32(ends), 10, kind))).values
+    expected = np.exp(hg.knots(np.log(ends), 10, kind).per_step().values)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(found)[[0, -1]], [ends[0], ends[-1]], rtol=1e-5)
+
+
 def test_knots_train_like_the_schedule_they_stand_for() -> None:
     knots = hg.positive(hg.knots(jnp.array([0.02, 0.1, 0.05]), STEPS))
     schedule = hg.natural(knots)

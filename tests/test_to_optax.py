@@ -140,6 +140,12 @@ def test_bias_corrections_without_a_schedule() -> None:
     np.testing.assert_allclose(moved["w"], -0.1 / np.sqrt((1 - decay) / (1 - np.exp(-1e-3) * decay)), rtol=1e-3)
 
 
+def test_a_number_of_steps_may_be_an_array() -> None:
+    one = {"w": jnp.ones(1)}
+    states = [hg.to_optax(hg.ScheduleFreeAdamW(0.01), steps=steps).init(one) for steps in (jnp.int32(5), 5)]
+    assert eqx.tree_equal(*states)
+
+
 def test_composes_with_optax() -> None:
     chained = optax.chain(optax.clip_by_global_norm(0.3), hg.to_optax(hg.HeavyBall(RATES)))
     once = hg.to_optax(hg.clip_by_global_norm(hg.HeavyBall(RATES), 0.3))

@@ -16,7 +16,7 @@ from hypergrad._cpu_kernels import eigh
 from hypergrad.curvature._batch import Batch, columns, squares_of_leaf
 from hypergrad.curvature._kronecker import Diagonal, Kronecker
 from hypergrad.curvature._order import factored
-from hypergrad.curvature._passes import Inputs, spread
+from hypergrad.curvature._passes import Inputs, spread, wide
 from hypergrad.curvature._quantities import analysed, gathered, quantities
 from hypergrad.curvature._uses import Found
 
@@ -84,7 +84,8 @@ def _average(batches: list[Any], keys: list[Any], quantity: Callable[[Any, Any],
     """Over batches, each counted by its examples."""
     sizes = [jax.tree.leaves(batch)[0].shape[0] for batch in batches]
     found = [quantity(batch, key) for batch, key in zip(batches, keys, strict=True)]
-    return jax.tree.map(lambda *xs: sum(n * x for n, x in zip(sizes, xs, strict=True)) / sum(sizes), *found)
+    total = lambda xs: sum(n * wide(x) for n, x in zip(sizes, xs, strict=True))  # of 16 bits, this may overflow  # noqa: E731
+    return jax.tree.map(lambda *xs: (total(xs) / sum(sizes)).astype(xs[0].dtype), *found)
 
 
 def _eigen(block: Kronecker | Diagonal) -> Eigen:

@@ -18,7 +18,7 @@ from hypergrad import _programs as programs
 from hypergrad.curvature._factored import FACTORED, Factored
 from hypergrad.curvature._flat import examples
 from hypergrad.curvature._means import check_mean
-from hypergrad.curvature._passes import Inputs, Passes, draws
+from hypergrad.curvature._passes import Inputs, Passes, draws, wide
 from hypergrad.curvature._quantities import DECLARE, analysed, check_key, needs_end, quantities
 from hypergrad.errors import NonFiniteError
 
@@ -110,11 +110,11 @@ class Operator:
     def _product(self, v: Array) -> Array:
         if self.factored is not None:
             return self._flat(self.factored.times(jax.tree.leaves(self._tree(v))))
-        total, count = jnp.zeros_like(v), 0
+        total, count = wide(jnp.zeros_like(v)), 0  # of 16 bits, a sum may overflow where the mean does not
         for i, batch in enumerate(self.batches):
             size = examples(batch)
-            total, count = total + size * self._of_batch(v, batch, i), count + size
-        return total / count
+            total, count = total + size * wide(self._of_batch(v, batch, i)), count + size
+        return (total / count).astype(v.dtype)
 
     def _flat(self, leaves: list[Array]) -> Array:
         return ravel_pytree(jax.tree.unflatten(jax.tree.structure(self.params), leaves))[0].astype(self.dtype)
@@ -139,12 +139,12 @@ class Operator:
             return self._flat(self.factored.diagonal())
         if self.matrix not in DIAGONALS:
             raise ValueError(f"{self.matrix!r} has no exact diagonal here; take hg.curvature.quantities' 'ggn_diagonal_mc'.")
-        name, total, count = DIAGONALS[self.matrix], jnp.zeros(self.shape[0], self.dtype), 0
+        name, total, count = DIAGONALS[self.matrix], wide(jnp.zeros(self.shape[0], self.dtype)), 0
         for batch in self.batches:
             size = examples(batch)
             found = quantities(self.loss, self.params, self.theta, batch, name)[name]
-            total, count = total + size * ravel_pytree(found)[0], count + size
-        return total / count
+            total, count = total + size * wide(ravel_pytree(found)[0]), count + size
+        return (total / count).astype(self.dtype)
 
     def trace(self, key: Array, samples: int = 32, method: str = "xtrace") -> tuple[Array, Array]:
         """(estimate, its standard error) from `samples` products with random signs; exact of a matrix in blocks.

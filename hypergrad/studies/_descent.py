@@ -72,6 +72,7 @@ def point(trial: FrozenTrial, sign: float) -> Point:
     gradient, tree = _marks.read_gradient(trial), _marks.read_tree(trial.system_attrs)
     assert gradient is not None and trial.value is not None
     free = [i for i, name in enumerate(gradient.names) if is_free(trial, name)]
+    free.sort(key=lambda i: gradient.names[i])  # a chain's coordinates, in whatever order they are reported
     axes = Axes.of(trial, tuple(gradient.names[i] for i in free))
     x = np.array([trial.params[name] for name in axes.names], np.float64)
     elements = np.zeros(0) if tree is None or not gradient.tree.size else tree.elements

@@ -131,6 +131,18 @@ def test_blocks_of_a_weight_that_is_used_in_half_precision_are_linear(matrix: st
         np.testing.assert_allclose((found @ (scale * v)) / scale, found @ v, rtol=1e-4)
 
 
+@pytest.mark.parametrize("matrix", ["ggn", "hessian", "kflr"])
+def test_means_of_half_precision_fit_where_sums_do_not(matrix: str) -> None:
+    x = jnp.asarray(8 * np.random.default_rng(0).normal(size=(2000, 3)), jnp.float32)
+    loss = lambda w, theta, x: jnp.mean((x @ w.astype(jnp.float32)) ** 2)  # noqa: E731
+    w = jnp.ones((3, 1))
+    short, long = (Operator(loss, w.astype(dtype), None, x, matrix) for dtype in (jnp.float16, jnp.float32))
+    v = np.ones(3, np.float32)
+    assert float(jnp.min(2000 * (long @ v))) > 65504
+    np.testing.assert_allclose(short @ v.astype(np.float16), long @ v, rtol=1e-2)
+    np.testing.assert_allclose(short.diagonal(), long.diagonal(), rtol=1e-2)
+
+
 def test_sampled_products_average_to_the_exact_one() -> None:
     v, draws = jnp.ones(operator("ggn").shape[0]), 400
     one = jax.jit(lambda key: operator("fisher_mc", key=key) @ v)
