@@ -1,8 +1,9 @@
 """What of ours comes nearest to an optax transformation, for the error where one is passed to `hg.train`.
 
-Invariant: where optax's can be told by its parts, ours of the same rule is named; never one of another rule.
+Invariant: where optax's can be told by its parts, ours of the same rule is named first; what cannot be read is not named.
 """
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,12 +62,14 @@ def _parts(function: Any, seen: set[int]) -> Iterator[str]:
     seen.add(id(function))
     maker, inside, _ = getattr(function, "__qualname__", "").partition(".<locals>.")
     if inside and maker != "with_extra_args_support":
-        names, cells = function.__code__.co_freevars, function.__closure__ or ()
-        closed_over = {name: cell for name, cell in zip(names, cells, strict=True)}
-        turned_on = "nesterov" in closed_over and closed_over["nesterov"].cell_contents is True
-        yield maker + _NESTEROV * turned_on
+        yield maker + _NESTEROV * _has_nesterov(function)
     for cell in getattr(function, "__closure__", None) or ():
         try:
             yield from _parts(cell.cell_contents, seen)
         except ValueError:  # an empty cell
             continue
+
+
+def _has_nesterov(function: Any) -> bool:
+    """Whether a function of optax was made with nesterov=True, where that can be read: not of one that is jitted."""
+    return inspect.isfunction(function) and inspect.getclosurevars(function).nonlocals.get("nesterov") is True

@@ -259,7 +259,7 @@ def _representable(x: Any, domain: Domain, low: float, high: float) -> Domain:
 
 
 def _reject_domains(name: str, x: Any) -> None:
-    """The stored value of one would pass for a value in natural units. Nor numbers that JAX reads otherwise."""
+    """Whose stored value would pass for one in natural units; and numbers that JAX would read as others."""
     check_numbers(f"hg.{name}", x)
     for path, leaf in jax.tree_util.tree_leaves_with_path(x, is_leaf=is_domain):
         if is_domain(leaf):

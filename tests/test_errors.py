@@ -211,6 +211,7 @@ ALL = "backwards exactly. There are hg.HeavyBall (optax.sgd with momentum), hg.S
         (optax.contrib.muon(0.1), "Take hg.muon_with_adamw."),
         (optax.contrib.schedule_free_adamw(0.1), "Take hg.ScheduleFreeAdamW("),
         (optax.adabelief(0.1), ALL),
+        (optax.adam(0.1)._replace(update=jax.jit(optax.adam(0.1).update)), "backwards exactly."),
         (optax.inject_hyperparams(optax.adam)(0.1), ALL),
     ],
 )

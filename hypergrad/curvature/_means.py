@@ -97,7 +97,7 @@ def _slopes(name: str, loss: Any, params: Any, theta: Any, batch: Any, unit: flo
             return _compared(slope, batch, unit)
         except (TypeError, ValueError, NotImplementedError):
             continue
-    return None
+    return None  # whoever differentiates in these leaves is told by JAX; who does not needs no slope
 
 
 def _compared(function: Callable[[Any], Array], batch: Any, unit: float | None) -> Compared:

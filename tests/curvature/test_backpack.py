@@ -50,7 +50,7 @@ def ours(network: str, which: Any, **options: Any) -> Any:
     return jax.jit(lambda p, b: hg.curvature.quantities(loss, p, None, b, which, **options))(params, batch)
 
 
-def close(found: Any, expected: Any) -> None:
+def assert_close(found: Any, expected: Any) -> None:
     expected = np.asarray(expected)
     np.testing.assert_allclose(np.asarray(found).reshape(expected.shape), expected, atol=1e-5 * np.abs(expected).max())
 
@@ -61,15 +61,15 @@ def test_quantities_of_the_shape_of_parameters(network: str) -> None:
     n = len(RECORDED[network]["y"])
     for name, (theirs, factor) in FACTORS.items():
         for x, y in zip(found[name], RECORDED[network][theirs], strict=True):
-            close(factor(n) * x, y)
+            assert_close(factor(n) * x, y)
 
 
 @pytest.mark.parametrize("name", ["kflr", "kfra"])
 def test_factors_of_dense_layers(name: str) -> None:
     for block, theirs in zip(ours("dense", name)[name], RECORDED["dense"][name], strict=True):
-        close(block.b[0], theirs[0])
+        assert_close(block.b[0], theirs[0])
         if len(theirs) > 1:
-            close(block.a[0], theirs[1])
+            assert_close(block.a[0], theirs[1])
 
 
 def test_factors_of_a_convolution() -> None:
@@ -77,8 +77,8 @@ def test_factors_of_a_convolution() -> None:
     positions = 4 * 3
     expand, reduce = (ours("convolution", "kflr", sharing=sharing)["kflr"] for sharing in ("expand", "reduce"))
     kernel, bias, *layer = RECORDED["convolution"]["kflr"]
-    close(reduce[0].b[0], kernel[0])
-    close(positions * expand[0].a[0], kernel[1])
-    close(expand[1].b[0], bias[0])
-    close(expand[2].a[0], layer[0][1])
-    close(expand[2].b[0], layer[0][0])
+    assert_close(reduce[0].b[0], kernel[0])
+    assert_close(positions * expand[0].a[0], kernel[1])
+    assert_close(expand[1].b[0], bias[0])
+    assert_close(expand[2].a[0], layer[0][1])
+    assert_close(expand[2].b[0], layer[0][0])

@@ -134,8 +134,8 @@ def test_blocks_of_a_weight_that_is_used_in_half_precision_are_linear(matrix: st
 @pytest.mark.parametrize("matrix", ["ggn", "hessian", "kflr"])
 def test_means_of_half_precision_fit_where_sums_do_not(matrix: str) -> None:
     x = jnp.asarray(8 * np.random.default_rng(0).normal(size=(2000, 3)), jnp.float32)
-    loss = lambda w, theta, x: jnp.mean((x @ w.astype(jnp.float32)) ** 2)  # noqa: E731
-    w = jnp.ones((3, 1))
+    loss = lambda w, theta, x: jnp.mean(jnp.sum((x * w.astype(jnp.float32)) ** 2, axis=1))  # noqa: E731
+    w = jnp.ones(3)
     short, long = (Operator(loss, w.astype(dtype), None, x, matrix) for dtype in (jnp.float16, jnp.float32))
     v = np.ones(3, np.float32)
     assert float(jnp.min(2000 * (long @ v))) > 65504

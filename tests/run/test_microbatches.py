@@ -63,7 +63,7 @@ def hypers(dtype: Any = jnp.float64) -> Any:
     return {"w": jax.tree.map(lambda x: jnp.asarray(x, dtype), START), "rate": dtype(0.1), "theta": dtype(0.05)}
 
 
-def close(found: Any, expected: Any, tolerance: float) -> None:
+def assert_close(found: Any, expected: Any, tolerance: float) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance), found, expected)
 
 
@@ -87,7 +87,7 @@ def test_every_road_has_one_derivative(rule: str, loss: Any) -> None:
             jax.jit(jax.value_and_grad(lambda h, m=m, a=a: f(h, m, a)))(hypers())
             for m, a in ((4, hg.Reversible()), (None, hg.Unrolled()))
         )
-        close(ours, whole, 1e-9)  # the mean over all rows is that of the means
+        assert_close(ours, whole, 1e-9)  # the mean over all rows is that of the means
 
 
 @jax.custom_vjp
@@ -111,7 +111,7 @@ def test_a_rule_that_is_not_linear_in_its_cotangent() -> None:
             jax.jit(jax.grad(lambda h, a=a: value(h, RULES["SGD"], bent, 4, a)))(hypers())
             for a in (hg.Reversible(), hg.Unrolled())
         )
-        close(ours, unrolled, 1e-9)
+        assert_close(ours, unrolled, 1e-9)
 
 
 @pytest.mark.long
@@ -141,7 +141,7 @@ def test_in_every_way_to_run(mode: str) -> None:
         found = jax.tree.map(lambda x: x[0], jax.vmap(jax.value_and_grad(f))(lanes))
     else:
         found = jax.value_and_grad(f)(h)
-    close(found, compiled(), 1e-4)
+    assert_close(found, compiled(), 1e-4)
 
 
 @pytest.mark.long
@@ -165,8 +165,8 @@ def test_learned_arrays_per_step_and_metrics() -> None:
         h = {"w": jax.tree.map(jnp.asarray, START), "table": jnp.ones((20, 3)) / 3, "scale": jnp.linspace(1, 2, STEPS)}
         of = lambda m, a: jax.value_and_grad(run)(h, m, a)  # noqa: E731
         ours = of(8, hg.Reversible())
-        close(ours, of(8, hg.Unrolled()), 1e-9)
-        close(ours, of(None, hg.Unrolled()), 1e-9)
+        assert_close(ours, of(8, hg.Unrolled()), 1e-9)
+        assert_close(ours, of(None, hg.Unrolled()), 1e-9)
 
 
 def test_each_part_has_a_key_of_its_own() -> None:

@@ -99,23 +99,6 @@ def test_everything_is_rebuilt_from_the_storage(tmp_path):
         assert a.params == pytest.approx(b.params, rel=1e-12) and a.value == pytest.approx(b.value, rel=1e-12)
 
 
-def test_a_chain_goes_on_whatever_the_order_of_reports():
-    def points(turn):
-        study = optuna.create_study(sampler=sampler(seed=1))
-        study.enqueue_trial({"a": 4.0, "b": -2.0})
-
-        def objective(trial):
-            a, b = (trial.suggest_float(name, -5, 5) for name in "ab")
-            gradient = {"a": 2 * (a - 1), "b": 20 * (b - 1)}
-            hg.studies.report_gradient(trial, dict(reversed(gradient.items())) if turn and trial.number % 2 else gradient)
-            return (a - 1) ** 2 + 10 * (b - 1) ** 2
-
-        study.optimize(objective, n_trials=6)
-        return [trial.params for trial in study.trials]
-
-    assert points(False) == points(True)
-
-
 def test_the_seed_belongs_to_the_study():
     study = optuna.create_study(sampler=sampler(seed=5))
     study.ask()

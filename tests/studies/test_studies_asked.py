@@ -150,3 +150,20 @@ def test_a_meta_optimizer_that_searches_along_a_line_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hg.studies.HypergradientSampler(meta_optimizer=optax.contrib.reduce_on_plateau())  # reads the value
+
+
+def test_a_chain_goes_on_whatever_the_order_of_reports():
+    def points(turn):
+        study = optuna.create_study(sampler=hg.studies.HypergradientSampler(seed=1))
+        study.enqueue_trial({"a": 4.0, "b": -2.0})
+
+        def objective(trial):
+            a, b = (trial.suggest_float(name, -5, 5) for name in "ab")
+            gradient = {"a": 2 * (a - 1), "b": 20 * (b - 1)}
+            hg.studies.report_gradient(trial, dict(reversed(gradient.items())) if turn and trial.number % 2 else gradient)
+            return (a - 1) ** 2 + 10 * (b - 1) ** 2
+
+        study.optimize(objective, n_trials=8)
+        return [trial.params for trial in study.trials]
+
+    assert points(False) == points(True)
