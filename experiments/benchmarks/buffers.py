@@ -3,9 +3,10 @@
     python -m experiments.benchmarks.buffers [--steps 1024 16384 131072] [--network small] [--rounds 3]
 
 A learning rate per step is differentiated, momentum 0.9. Each kind is called as it can be, compiled whole or from Python,
-and timed by turns with those that are called alike. Device: bytes at once, beside rates, losses and the hypergradient.
-Compiled whole, they are XLA's temporaries, less what goes to host memory where host and device are one; from Python all
-arrays that there are, looked at every millisecond (what a program of 256 steps sets aside while it runs comes on top).
+and timed by turns with the same of other numbers of steps. Device: bytes at once, beside rates, losses and the
+hypergradient, and copies of these. Compiled whole, of all arrays that XLA sets aside and that are in use at the same time,
+less the words that have gone to host memory; from Python of all arrays that there are, looked at every millisecond (what a
+program of 256 steps sets aside while it runs comes on top).
 A call from Python traces the loss anew, however many steps follow: what one of 8 steps takes is told beside.
 Stored: bytes of lost digits over parameters x steps x log2(1/momentum); up to 16 bits of a parameter wait in its integers.
 """
@@ -25,12 +26,14 @@ import jax
 
 import hypergrad as hg
 from experiments.benchmarks import roads
+from experiments.benchmarks._live import live_at_most
 from experiments.benchmarks._measure import grown, traced
 from experiments.benchmarks.long_runs import NETWORKS
 from experiments.benchmarks.workloads import Task
 
 
 MOMENTUM, FEW = 0.9, 8
+LEAST = 1.0  # seconds that each kind runs in a round
 
 
 class Row(NamedTuple):
@@ -45,12 +48,20 @@ def compiled_whole(task: Task, buffer: str) -> Row:
     adjoint = hg.Reversible(driver="scan", isolate=False, buffer=buffer)
     road = roads.Road(buffer, functools.partial(roads.reversed_by, adjoint), "ours", options=hg.compiler_options)
     program, arguments = traced(road, task)
-    compiled = program.lower().compile()
-    away = [(x.dtype, x.size * x.dtype.itemsize * times) for x, times in sent_to_host(program.jaxpr.jaxpr)]
-    size = compiled.memory_analysis()
-    device = size.temp_size_in_bytes - (0 if size.host_temp_size_in_bytes else sum(bytes for _, bytes in away))
-    stored = sum(bytes for dtype, bytes in away if dtype == "uint16") if away else None
+    lowered = program.lower()
+    compiled = lowered.compile()
+    away = list(sent_to_host(program.jaxpr.jaxpr))
+    lasting = [(x.dtype.name, (times, *x.shape)) for x, times in away if times > 1]
+    words = {_written("u16", shape) for dtype, shape in lasting if dtype == "uint16"}
+    by_step = {(task.steps,), *(shape for dtype, shape in lasting if dtype == "float32")}
+    a_number_each = {_written("f32", shape) for one in by_step for shape in (one, (math.prod(one),))}
+    device = live_at_most(lowered, lambda shape: shape not in words | a_number_each)
+    stored = sum(x.size * x.dtype.itemsize * times for x, times in away if x.dtype == "uint16") if away else None
     return Row(f"{buffer}, compiled whole", lambda: jax.block_until_ready(compiled(*arguments)), device, stored)
+
+
+def _written(dtype: str, shape: Sequence[int]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def sent_to_host(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
@@ -68,36 +79,39 @@ def from_python(task: Task, name: str, adjoint: hg.Reversible, folder: str = "")
     run = lambda: jax.block_until_ready(function(rates))  # noqa: E731
     run()  # compiles
     stored = sum(path.stat().st_size for path in pathlib.Path(folder).rglob("*.words")) if folder else None
-    live = lambda: sum(x.nbytes for x in jax.live_arrays())  # noqa: E731
-    device = grown(run, live, 0.001) - 2 * rates.nbytes  # losses and the hypergradient
+    live = lambda: sum(x.nbytes for x in jax.live_arrays() if x.shape != rates.shape)  # noqa: E731
+    device = grown(run, live, 0.001)
     few = roads.host_reversible(task._replace(steps=FEW), adjoint)
     call = lambda: jax.block_until_ready(few(rates[:FEW]))  # noqa: E731
     call()
     return Row(f"{name}, from Python", run, device, stored, statistics.median(measured(call) for _ in range(9)))
 
 
-def rows_of(task: Task, folder: str) -> list[list[Row]]:
-    """Those that are compared with each other."""
+def rows_of(task: Task, folder: str) -> list[Row]:
     whole = [compiled_whole(task, buffer) for buffer in ("device", "host")]
-    once = hg.Reversible(buffer=hg.Disk(folder, keep=True))
-    stored = from_python(task, "disk", once, folder).stored
-    pairs = {"host": hg.Reversible(buffer="host"), "disk": hg.Reversible(buffer=hg.Disk(folder))}
-    rows = [from_python(task, name, adjoint) for name, adjoint in pairs.items()]
-    return [whole, [row._replace(stored=stored) if row.name.startswith("disk") else row for row in rows]]
+    stored = from_python(task, "disk", hg.Reversible(buffer=hg.Disk(folder, keep=True)), folder).stored
+    host = from_python(task, "host", hg.Reversible(buffer="host"))
+    disk = from_python(task, "disk", hg.Reversible(buffer=hg.Disk(folder)))
+    return [*whole, host, disk._replace(stored=stored)]
 
 
-def timed(rows: list[Row], rounds: int) -> list[list[float]]:
-    seconds: list[list[float]] = [[] for _ in rows]
+def timed(rows: list[list[Row]], rounds: int) -> list[list[list[float]]]:
+    """Seconds of each of the rows of each number of steps, in every round; alike are next to each other."""
+    seconds: list[list[list[float]]] = [[[] for _ in own] for own in rows]
     for _ in range(rounds):
-        for row, own in zip(rows, seconds, strict=True):
-            own.append(measured(row.run))
+        for kind in range(len(rows[0])):
+            for own, taken in zip(rows, seconds, strict=True):
+                taken[kind].append(measured(own[kind].run, LEAST))
     return seconds
 
 
-def measured(run: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
+def measured(run: Callable[[], Any], least: float = 0.0) -> float:
+    """Seconds of a run, the mean of as many as take that long together."""
+    begin, runs = time.perf_counter(), 0
+    while runs == 0 or time.perf_counter() - begin < least:
+        run()
+        runs += 1
+    return (time.perf_counter() - begin) / runs
 
 
 def shown(row: Row, seconds: list[float], steps: int, theory: float) -> str:
@@ -114,14 +128,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--network", choices=list(NETWORKS), default="small")
     parser.add_argument("--rounds", type=int, default=3)
     chosen = parser.parse_args(arguments)
-    for steps in chosen.steps:
-        task = NETWORKS[chosen.network](steps)
-        theory = task.parameters * steps * math.log2(1 / MOMENTUM) / 8
-        print(f"{steps} steps, {task.parameters} parameters", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            for rows in rows_of(task, folder):
-                for row, seconds in zip(rows, timed(rows, chosen.rounds), strict=True):
-                    print("   " + shown(row, seconds, steps, theory), flush=True)
+    tasks = [NETWORKS[chosen.network](steps) for steps in chosen.steps]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [rows_of(task, f"{folder}/{task.steps}") for task in tasks]
+        seconds = timed(rows, chosen.rounds)
+    for task, own, taken in zip(tasks, rows, seconds, strict=True):
+        theory = task.parameters * task.steps * math.log2(1 / MOMENTUM) / 8
+        print(f"{task.steps} steps, {task.parameters} parameters")
+        for row, one in zip(own, taken, strict=True):
+            print("   " + shown(row, one, task.steps, theory))
+    print("a step beside a call, most over least of all numbers of steps")
+    for kind, row in enumerate(rows[0]):
+        medians, lowest = (
+            [(of(taken[kind]) - own[kind].call) / task.steps for task, own, taken in zip(tasks, rows, seconds, strict=True)]
+            for of in (statistics.median, min)
+        )
+        ratios = f"{max(medians) / min(medians):7.3f}, of their lowest {max(lowest) / min(lowest):.3f}"
+        print(f"   {row.name:<24}{ratios}")
     return 0
 
 

@@ -30,6 +30,7 @@ from experiments.benchmarks import (
     theta,
     workloads,
 )
+from experiments.benchmarks._live import live_at_most
 from experiments.benchmarks._measure import Limits, measure
 from experiments.benchmarks.roads import Road
 
@@ -85,7 +86,20 @@ def test_curves_of_long_runs_in_short(tmp_path):
 def test_kinds_of_buffer_in_short(capsys):
     assert buffers.main(["--steps", "8", "300", "--rounds", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 10 and sum("of theory stored" in line for line in lines) == 4
+    assert len(lines) == 15 and sum("of theory stored" in line for line in lines) == 4
+
+
+def test_arrays_in_use_at_the_same_time_are_told_by_shape():
+    def stacked(x):
+        _, all_of_them = jax.lax.scan(lambda c, _: (jnp.sin(c), jnp.cos(c)), x, None, length=33)
+        return jnp.sort(all_of_them, axis=0)[5] + jax.lax.fori_loop(0, 9, lambda i, z: jnp.sin(z) + all_of_them[i], x)
+
+    lowered = jax.jit(stacked).lower(jnp.ones(257))
+    taken = lowered.compile().memory_analysis()
+    whole = live_at_most(lowered, lambda shape: True)
+    assert 33 * 257 * 4 < whole <= taken.temp_size_in_bytes + taken.output_size_in_bytes
+    others = live_at_most(lowered, lambda shape: shape != "f32[33,257]")
+    assert 257 * 4 <= others < whole - 33 * 257 * 3
 
 
 @pytest.mark.long
