@@ -15,7 +15,7 @@ import hypergrad as hg
 
 
 STEPS, GONE = 6, 3
-TWO = {"a": jnp.array([0.1, 0.2]), "b": jnp.array([0.3])}
+TWO = {"a": jnp.array([[0.1, 0.2]]), "b": jnp.array([[0.3]])}  # matrices, as Muon asks for
 
 
 def of_two(w: Any, theta: Any, batch: Any) -> jax.Array:
