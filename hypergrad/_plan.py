@@ -93,8 +93,9 @@ def plan(
     Arrays in `optimizer` and `theta` count as learned, Python numbers as known; where there are no arrays, all is learned.
     Bytes on the device are what XLA sets aside, beside arguments and results, for the program of all steps that trains and
     gives the derivative; it is compiled, and not run. Words are those that the decays of now need: under jax.jit, learned
-    decays set more aside until `hg.optimize` knows. Bytes on the host are the words of the schedule. Seconds are those of
-    at most 64 steps as jax.jit runs them, the second time that they are run, in proportion to the steps.
+    decays set more aside until `hg.optimize` knows. Bytes on the host are the words of the schedule, which `hg.Disk` has on
+    disk. Seconds are those of at most 64 steps as jax.jit runs them, the second time that they are run, in proportion to the
+    steps.
 
     adjoint: this one alone; None: `Reversible`, the same with words on the host, `Checkpointed` and `Unrolled`, in their
     defaults, and for `hg.host_batches` the first two. memory_budget: bytes, or a string such as "512MiB"; None: no limit.
@@ -121,9 +122,8 @@ def plan(
         wanted = _wanted(begun, learned)
         found.append(Road(one, *room(one, run, inputs, wanted), _seconds(one, run, inputs, wanted) if measure else None))
         if cuts and one == Reversible() and budget is not None and found[-1].device > budget:
-            if fitting := in_segments(run, inputs, wanted, budget, found[-1].device):
-                seconds = _seconds(fitting[0], run, inputs, wanted) if measure else None
-                found.append(Road(fitting[0], fitting[1], 0, seconds))
+            within, taken = in_segments(run, inputs, wanted, budget, found[-1].device)
+            found.append(Road(within, taken, 0, _seconds(within, run, inputs, wanted) if measure else None))
     return Plan(run.steps, tuple(found), *_chosen(found, budget, run.steps, adjoint is None))
 
 
@@ -183,7 +183,7 @@ def _likewise(adjoint: Adjoint, run: Run, inputs: Inputs, steps: int) -> Adjoint
 def _seconds(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> float:
     short, few = _shortened(run, inputs)
     adjoint = _likewise(adjoint, run, inputs, short.steps)
-    if adjoint.buffer == "host":
+    if adjoint.store is not None:
         call = lambda: pulled(adjoint, short, wanted, (), few)  # noqa: E731
     else:
         program = derivative(adjoint, short, few, wanted)

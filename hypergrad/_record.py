@@ -19,6 +19,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from hypergrad._integers import as_int
@@ -29,6 +30,7 @@ from hypergrad._record_files import (
     NAME,
     End,
     Made,
+    apart,
     begin,
     check_concrete,
     like_end,
@@ -39,7 +41,7 @@ from hypergrad._record_files import (
     train_and_keep,
     train_on,
 )
-from hypergrad._record_prints import compare, prints_of
+from hypergrad._record_prints import PRINTED, compare, prints_of
 from hypergrad._record_resume import taken_over
 from hypergrad._record_states import file_of
 from hypergrad._safe_files import unsealed
@@ -94,9 +96,10 @@ def record(
     for files that cannot be written or were changed. Another version of JAX or another processor is a warning: it may round
     otherwise, and then going back ends in `hg.ReversalError`.
     """
-    given = {"params": params, "theta": theta, **_apart({"optimizer": optimizer, "state": state, "statistics": statistics})}
+    given = {"params": params, "theta": theta, **apart({"optimizer": optimizer, "state": state, "statistics": statistics})}
+    given = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, given)  # the caller's may change
     made = Made(loss, batches, steps, given, microbatches)
-    path = pathlib.Path(folder)
+    path = pathlib.Path(folder).absolute()  # wherever the process goes
     if not (path / NAME).exists():
         train_and_keep(made, path, states_budget)
     return Record(made, path)
@@ -116,6 +119,7 @@ class Record:
         if not known or not re.fullmatch("words-[0-9a-f]+", str(name)):
             raise StorageError(f"{folder / NAME} is no record of this version of hypergrad. Record again.")
         compare(folder, there, here)
+        self._prints = here
         with own_settings():
             self._plan, first, _ = begin(run, inputs)
             like = {"end": like_end(run, inputs, self._plan, first)}
@@ -159,10 +163,11 @@ class Record:
         """The derivative of function(trained), a float scalar, in all that is float of {"params", "optimizer", "theta",
         "state", "statistics"}, without training again; may be asked again with another function."""
         ends = Ends(self._end.state, None, None, self._words, self._plan)
+        check_concrete("Record.hypergradient")
+        self._check_unchanged()
         adjoint = Recorded(Kept(self._outcome, ends, self._end.batches))
         floats, others = eqx.partition(self._made.given, _is_float)
         floats = jax.tree.map(jnp.asarray, floats)
-        check_concrete("Record.hypergradient")
         run = lambda floats: self._made.train(eqx.combine(floats, others), adjoint)  # noqa: E731
         return jax.grad(lambda floats: real_scalar("function", function, run(floats)))(floats)
 
@@ -188,6 +193,8 @@ class Record:
         )
         run, inputs, about = made.set_up(Reversible(driver="scan"))
         check_concrete("Record.resume", inputs, _GO_ON)
+        if loss is None:  # else nobody asks for the loss that was recorded
+            self._check_unchanged()
         state = self._state(step)
         with own_settings():
             plan, first, _ = begin(run, inputs)
@@ -200,6 +207,15 @@ class Record:
         if not outcome.status.ok:
             raise outcome.status.error()
         return put_together(run, about, outcome, run.steps, made.given["state"], jnp.bool_(True))
+
+    def _check_unchanged(self) -> None:
+        """That what was recorded computes the same still: it is traced anew, with what it reads from outside."""
+        now = prints_of(*run_of(self._made, self.folder)[:2])
+        if changed := [what for name, what in PRINTED.items() if now[name] != self._prints[name]]:
+            raise ValueError(
+                f"{', '.join(changed)} of the record in {self.folder} have changed since it was opened: a global, an "
+                "attribute or an array that they read. Set it back, or record the new run in another folder."
+            )
 
     def _at(self, step: int, state: State) -> Trained:
         with own_settings():
@@ -276,13 +292,6 @@ class Record:
             "than when it was recorded. Another version of JAX, other flags of XLA or another processor may round "
             "otherwise: open it where it was made, or record again."
         )
-
-
-def _apart(tree: Any) -> Any:
-    """Each number an array of its own: leaves that have the same one would lie side by side, or share a schedule, and not
-    where each is differentiated for itself."""
-    alone = lambda x: isinstance(x, float) or (eqx.is_inexact_array(x) and x.ndim < 2)  # noqa: E731
-    return jax.tree.map(lambda x: jnp.array(x) if alone(x) else x, tree)
 
 
 def _is_float(x: Any) -> bool:

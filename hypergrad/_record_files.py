@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +68,13 @@ class Made(NamedTuple):
         return train(self.loss, g["params"], g["optimizer"], self.batches, steps=self.steps, adjoint=adjoint, **options)
 
 
+def apart(tree: Any) -> Any:
+    """Each number an array of its own: leaves that have the same one would lie side by side, or share a schedule, and not
+    where each is differentiated for itself."""
+    alone = lambda x: isinstance(x, float) or (eqx.is_inexact_array(x) and x.ndim < 2)  # noqa: E731
+    return jax.tree.map(lambda x: jnp.array(x) if alone(x) else x, tree)
+
+
 class End(NamedTuple):
     """What end.npz holds."""
 
@@ -74,7 +82,7 @@ class End(NamedTuple):
     losses: Array
     batches: Array | None
     noted: Noted
-    starts: Array  # prints of the state before each segment: uint64 [segments, places]
+    starts: Any  # prints of the state before each segment: uint64 [segments, places]
 
 
 def train_and_keep(made: Made, folder: pathlib.Path, states_budget: int | str | None = None) -> None:
@@ -146,7 +154,8 @@ def _keep(run: Run, inputs: Inputs, prints: dict[str, str], folder: pathlib.Path
     if not outcome.status.ok:
         raise outcome.status.error()
     assert isinstance(words, DiskWords)
-    print_ = write_arrays(folder / END, {"end": End(end, seen.losses, seen.batches, noted, jnp.stack(starts))})
+    seen_of_starts = np.stack(jax.device_get(starts))  # a program would have an operand for each
+    print_ = write_arrays(folder / END, {"end": End(end, seen.losses, seen.batches, noted, seen_of_starts)})
     about = {"format": FORMAT, "words": words.folder.name, "end": print_, "states": states}
     write_file(folder / NAME, sealed(about | {"prints": prints}))
 
@@ -195,7 +204,8 @@ def like_end(run: Run, inputs: Inputs, plan: Plan, first: State) -> End:
 
     def made(inputs: Inputs, plan: Plan, state: State) -> End:
         end, seen, sizes = forward(inner, inputs, state, steps_within(inner, inputs, marks(plan, 0), Span(0, run.steps)))
-        starts = jnp.stack([state_prints(inner, state)] * len(run.emptied))
+        print_ = state_prints(inner, state)
+        starts = jnp.broadcast_to(print_, (len(run.emptied), *print_.shape))
         return End(end, seen.losses, seen.batches, note(inner, seen.losses, sizes, jnp.int32(0)), starts)
 
     return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(made, inputs, plan, first))

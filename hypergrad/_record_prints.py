@@ -29,7 +29,7 @@ from hypergrad.run.step import initial_state
 
 
 _MACHINE = ("jax", "processor", "flags")
-_WHAT = {
+PRINTED = {
     "params": "`params`, `state` or `statistics`",
     "optimizer": "the hyperparameters of `optimizer`",
     "theta": "the values of `theta`",
@@ -56,7 +56,7 @@ def compare(folder: pathlib.Path, there: dict[str, str], here: dict[str, str]) -
             * (there["program"] != here["program"] and not traced_alike),
             stacklevel=4,
         )
-    for name, what in _WHAT.items():
+    for name, what in PRINTED.items():
         if there[name] != here[name] and (name != "program" or traced_alike):
             raise ValueError(
                 f"the record in {folder} is of another run: {what} differ. Open it with the arguments that it was made "
@@ -109,7 +109,12 @@ def print_of_program(program: Jaxpr, constants: Any) -> str:
 
     Of Python that it calls it has the name alone.
     """
-    text = "\n".join([_digest(constants), *_lines(program)])
+    lines = [_digest(constants), *_lines(program)]
+    draws = any(e.primitive.name == "random_bits" for e in equations(program))
+    partitionable: bool = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
+    if draws and not partitionable:  # other draws by the same program
+        lines.append("jax_threefry_partitionable=False")
+    text = "\n".join(lines)
     return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()  # without addresses of functions
 
 

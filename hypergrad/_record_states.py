@@ -10,12 +10,15 @@ from hypergrad.run.spec import Run
 from hypergrad.run.step import State
 
 
+MOST = 10_000  # of which record.json has room for the checksums
+
+
 def file_of(step: int | str) -> str:
     return f"state-{step}.npz"
 
 
 def stops(run: Run, state: State, budget: int | str | None) -> list[int]:
-    """The steps after which a state is kept: between segments, evenly, as many as the budget holds."""
+    """The steps after which a state is kept: between segments, evenly, as many as the budget holds, `MOST` at most."""
     if budget is None:
         return []
     size, room = sum(x.nbytes for x in jax.tree.leaves(state)), bytes_of(budget, "states_budget")
@@ -25,5 +28,5 @@ def stops(run: Run, state: State, budget: int | str | None) -> list[int]:
             "states_budget=None keeps the end alone."
         )
     between = run.emptied[1:]
-    count = min(room // size, len(between))
+    count = min(room // size, len(between), MOST)
     return [between[(i + 1) * (len(between) + 1) // (count + 1) - 1] for i in range(count)]

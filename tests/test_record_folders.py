@@ -88,11 +88,20 @@ DAMAGE = {
     "words, flipped": ("words-*/0-velocity.words", flipped, "was changed or cut off"),
     "words, cut off": ("words-*/0-velocity.words", lambda path: os.truncate(path, path.stat().st_size - 1), "cut off"),
     "words, without the last chunk": ("words-*/0-velocity.words", without_the_last, "lacks digits of the steps from 8"),
+    "words, of brackets": ("words-*/0-velocity.words", lambda path: path.write_text("[" * 4000 + "\n"), "no file of words"),
     "words, missing": ("words-*/0-velocity.words", lambda path: path.unlink(), "cannot be read"),
 }
 
 
-@some_of("name", DAMAGE, "a state, flipped", "end.npz, cut off", "words, flipped", "words, without the last chunk")
+@some_of(
+    "name",
+    DAMAGE,
+    "a state, flipped",
+    "end.npz, cut off",
+    "words, flipped",
+    "words, without the last chunk",
+    "words, of brackets",
+)
 def test_a_damaged_record_is_an_error_by_the_file(name: str, recorded: Any, tmp_path: pathlib.Path) -> None:
     pattern, damage, fragment = DAMAGE[name]
     folder = shutil.copytree(recorded["1MiB" if pattern.startswith("state") else None], tmp_path / "run")

@@ -93,6 +93,14 @@ def test_a_record_from_elsewhere_is_opened_with_a_warning(tmp_path: pathlib.Path
     assert_same(record.rewind(0).params, NET.params())
 
 
+def test_other_draws_of_the_same_generator_are_another_run(tmp_path: pathlib.Path) -> None:
+    given = GIVEN | {"batches": hg.minibatches(jnp.arange(12.0).reshape(6, 2), 3, jax.random.key(0))}
+    hg.record(loss, **given, folder=tmp_path)
+    hg.record(loss, **given, folder=tmp_path)
+    with jax.threefry_partitionable(False), fails(ValueError, "is of another run", "compute differ"):
+        hg.record(loss, **given, folder=tmp_path)
+
+
 def test_another_loss_is_no_record_from_elsewhere(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one version of JAX programs can be compared, whatever XLA is told."""
     hg.record(**options(), folder=tmp_path)

@@ -61,6 +61,45 @@ def record(tmp_path: pathlib.Path) -> hg.Record:
     return hg.record(loss, PARAMS, SGD, BATCHES, steps=3, folder=tmp_path)
 
 
+class Setting:
+    scale: Any = 1.0
+
+
+READ: dict[str, Callable[[Setting], dict[str, Any]]] = {
+    "loss": lambda s: {"loss": lambda w, theta, x: s.scale * loss(w, theta, x)},
+    "batches": lambda s: {"batches": lambda t: s.scale * BATCHES(t)},
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_a_record_is_of_may_not_change_behind_it(name: str, tmp_path: pathlib.Path) -> None:
+    """The loss and the batches are traced anew, with what they read from outside."""
+    setting = Setting()
+    given = {"loss": loss, "params": PARAMS, "optimizer": SGD, "batches": BATCHES, "steps": 3, **READ[name](setting)}
+    record = hg.record(**given, folder=tmp_path)
+    expected = record.resume(1).params
+    setting.scale = 2.0
+    for call in (lambda: record.resume(1), lambda: record.hypergradient(lambda run: jnp.sum(run.params["w"]))):
+        with fails(ValueError, "changed since it was opened", "compute"):
+            call()
+    setting.scale = 1.0
+    np.testing.assert_array_equal(record.resume(1).params["w"], expected["w"])
+
+
+def test_arrays_of_numpy_are_those_of_the_time_of_recording(tmp_path: pathlib.Path) -> None:
+    theta = np.asarray([0.1, 0.2], np.float32)
+    penalized = lambda w, theta, x: loss(w, None, x) + jnp.sum(theta**2) * jnp.sum(w["w"] ** 2)  # noqa: E731
+    record = hg.record(penalized, PARAMS, SGD, BATCHES, theta=theta, steps=3, folder=tmp_path)
+
+    def found() -> tuple[Any, Any]:
+        return record.resume(0).params["w"], record.hypergradient(lambda run: jnp.sum(run.params["w"]))["theta"]
+
+    expected = found()
+    theta[:] = 5.0
+    for x, y in zip(found(), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 ASKED: dict[str, Callable[[hg.Record, Any], Any]] = {
     "hg.Record": lambda r, x: r.resume(1, optimizer=hg.SGD(x, 0.9)).params,
     "Record.hypergradient": lambda r, x: r.hypergradient(lambda run: x * jnp.sum(run.params["w"])),

@@ -17,7 +17,7 @@ from hypergrad._placement import entries_here, sharding_of
 from hypergrad._report import current_ledger, mask, probing, surface, watched
 from hypergrad._settings import own_settings
 from hypergrad.adjoints.base import Adjoint, Cost
-from hypergrad.adjoints.budget import bytes_of, cut, shown_bytes
+from hypergrad.adjoints.budget import TooLittleError, bytes_of, cut, shown_bytes
 from hypergrad.adjoints.capacity import capacities, in_full_words
 from hypergrad.adjoints.reversible import Reversible
 from hypergrad.adjoints.unrolled import Checkpointed
@@ -66,8 +66,11 @@ class Auto(Adjoint):
             if found[adjoint] <= budget:
                 return adjoint.run(_as_named(adjoint, run), inputs)
             cuts = adjoint == Reversible() and run.source is None
-            if cuts and (fitting := in_segments(run, inputs, wanted, budget, found[adjoint])):
-                return fitting[0].run(_as_named(fitting[0], run), inputs)
+            if cuts:
+                within, taken = in_segments(run, inputs, wanted, budget, found[adjoint])
+                if taken <= budget:
+                    return within.run(_as_named(within, run), inputs)
+                found[within] = taken
         raise ValueError(too_little(budget, run.steps, found))
 
     def cost(self, steps: int) -> Cost:
@@ -80,22 +83,22 @@ def _as_named(adjoint: Adjoint, run: Run) -> Run:
     return run if driver is None else dataclasses.replace(run, driver=driver)
 
 
-def in_segments(run: Run, inputs: Inputs, wanted: "Wanted", budget: int, whole: int) -> tuple[Reversible, int] | None:
-    """`Reversible` with what the budget leaves beside all that does not grow with the steps, and what it takes; None: that
-    is too little. whole: what the run takes that is not cut."""
+def in_segments(run: Run, inputs: Inputs, wanted: "Wanted", budget: int, whole: int) -> tuple[Reversible, int]:
+    """`Reversible` with what the budget leaves beside all that does not grow with the steps, and what it takes: more than
+    the budget where the smallest cut does. whole: what the run takes that is not cut."""
     without = whole - words_of(run, inputs)
-    left = budget - without
-    for _ in range(ATTEMPTS):
+    left, attempts = budget - without, ATTEMPTS
+    while True:
         try:
-            adjoint = Reversible(memory_budget=left)
             cut_to(run, inputs, left)
-        except ValueError:  # nothing is left, or too little
-            return None
+        except TooLittleError as error:
+            left, attempts = error.smallest, 1
+        adjoint = Reversible(memory_budget=max(left, 1))
         taken = room(adjoint, run, inputs, wanted).device
-        if taken <= budget:
+        attempts -= 1
+        if taken <= budget or attempts == 0 or taken <= without:  # nothing of it grows with the steps
             return adjoint, taken
-        left = left * (budget - without) // (taken - without)  # XLA may hold the digits of two segments at once
-    return None
+        left = left * (budget - without) * 31 // ((taken - without) * 32)  # a little less, since the rest may grow as well
 
 
 def cut_to(run: Run, inputs: Inputs, budget: int) -> Run:
@@ -134,11 +137,12 @@ Wanted = tuple[bool, ...]  # which leaves of (values, h, theta) are differentiat
 def room(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> Room:
     """Of the derivative of one run: as XLA allots it for the program compiled for all steps.
 
-    With buffer="host" the host holds the words of the schedule, and the device those of one segment.
+    With buffer="host" or `hg.Disk` the host holds the words of the schedule, and the device those of one segment.
     """
     if adjoint.buffer == "gmpy2":
         raise ValueError('hg.plan knows nothing of buffer="gmpy2", whose integers are Python\'s: take "device" or "host".')
-    if adjoint.buffer == "host":
+    if isinstance(adjoint, Reversible) and adjoint.store is not None:
+        adjoint = dataclasses.replace(adjoint, buffer="host")
         run = dataclasses.replace(run, store=Host(), traced=True)
         size = derivative(adjoint, run, inputs, wanted).memory_analysis()
         together = 0 if size.host_temp_size_in_bytes else stacked(run, inputs)  # on a CPU, host and device are one

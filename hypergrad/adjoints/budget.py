@@ -8,10 +8,12 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 from hypergrad._placement import entries_here
 from hypergrad.adjoints.capacity import Given, decaying, words_of
+from hypergrad.adjoints.retry import may_repeat
 from hypergrad.exact import HEADS, WORD_BITS
 from hypergrad.run.spec import Inputs, Run
 
@@ -31,13 +33,21 @@ _UNITS = {
 }
 
 
+class TooLittleError(ValueError):
+    """A budget in which no cut of the run fits. smallest: bytes of one that works."""
+
+    def __init__(self, message: str, smallest: int) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
 def bytes_of(budget: Any, name: str = "memory_budget") -> int:
     """2048 or "512MiB" -> bytes."""
     if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
         return budget
     units = "|".join(_UNITS)
     if isinstance(budget, str) and (match := re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({units})\s*", budget)):
-        size = int(float(match[1]) * _UNITS[match[2]])
+        size = int(Fraction(match[1]) * _UNITS[match[2]])
         if size > 0:
             return size
     raise ValueError(f'`{name}` must be bytes, an int above 0, or a string such as "512MiB" or "2 GB"; got {budget!r}.')
@@ -54,8 +64,8 @@ def cut(run: Run, inputs: Inputs, budget: int, capacity: Given) -> Run:
     """The run cut as little as the budget allows, in bytes.
 
     Not at all where it holds the words of all steps, else into the fewest segments that fit, each of which but the last is
-    replayed once; where none do, into segments of segments, replayed once more a level. Raises ValueError with the smallest
-    budget.
+    replayed once; where none do, into segments of segments, replayed once more a level. Raises `TooLittleError` with the
+    smallest budget.
     capacity: 32-bit words of all steps, as users give it.
     """
     state, lossy = _bytes_of_state(run, inputs), list(decaying(run, inputs, capacity))
@@ -65,9 +75,10 @@ def cut(run: Run, inputs: Inputs, budget: int, capacity: Given) -> Run:
             (words_of(candidate, block.buffer(link), lost) + (block.buffer(link) == HEADS)) * size
             for block, link, lost, size in lossy
         )
-        return sum(candidate.segments) * state + sum(entries) * WORD_BITS // 8
+        rooms = 2 if candidate.segments and may_repeat(run) else 1  # the last segment's, should the way back begin once more
+        return sum(candidate.segments) * state + rooms * sum(entries) * WORD_BITS // 8
 
-    smallest = math.inf
+    smallest: float = math.inf
     for levels in range(LEVELS + 1):
         for candidate in _cuts(run, levels):
             if sum(candidate.segments) * state >= smallest:
@@ -75,9 +86,10 @@ def cut(run: Run, inputs: Inputs, budget: int, capacity: Given) -> Run:
             if needed(candidate) <= budget:
                 return _replayed_least(candidate, lambda candidate: needed(candidate) <= budget)
             smallest = min(smallest, needed(candidate))
-    raise ValueError(
+    raise TooLittleError(
         f"memory_budget={shown_bytes(budget)} is too little to reverse {run.steps} steps: states of {shown_bytes(state)} "
-        f"are kept now and then, and the lost digits between two. The smallest that works is {smallest} bytes."
+        f"are kept now and then, and the lost digits between two. The smallest that works is {smallest} bytes.",
+        int(smallest),
     )
 
 
@@ -86,7 +98,7 @@ def _cuts(run: Run, levels: int) -> Iterator[Run]:
     if not levels:
         yield run
         return
-    for count in range(1 if levels == 1 else 2, run.steps):
+    for count in range(2, run.steps):  # a loop of one round XLA takes apart, and keeps three times the words
         many = count**levels
         length = min(-(-run.steps // (many + 1)), (run.steps - 1) // many)
         if not length:

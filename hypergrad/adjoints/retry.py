@@ -40,6 +40,11 @@ def remembered(run: Run) -> Run:
     return run.isolated() if open_to_doubt(run) and run.functions in _KNOWN else run
 
 
+def may_repeat(run: Run) -> bool:
+    """Whether a reverse pass that fails is made once more here, and so leaves what it is given as it is."""
+    return current_ledger() is None and open_to_doubt(remembered(run))
+
+
 def remember(run: Run) -> None:
     _KNOWN[run.functions.bare()] = None
     while len(_KNOWN) > REMEMBERED:

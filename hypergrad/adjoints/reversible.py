@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
+from hypergrad._integers import as_int
 from hypergrad._report import logarithms, mask, probing, surface, trace, watched
 from hypergrad._settings import own_settings
 from hypergrad.adjoints.backward import Pushed
@@ -79,8 +80,11 @@ class Reversible(Adjoint):
         if self.progress is not None and (self.driver != "host" or not callable(self.progress)):
             raise ValueError('`progress` is a function of (direction, steps done, steps), and needs driver="host".')
         object.__setattr__(self, "capacity", given(self.capacity))  # a value that can be hashed
-        if self.fraction_bits is not None and not 8 <= self.fraction_bits <= 60:
-            raise ValueError(f"`fraction_bits` must be from 8 to 60; got {self.fraction_bits!r}.")
+        if self.fraction_bits is not None:
+            bits = as_int(self.fraction_bits)
+            if bits is None or not 8 <= bits <= 60:
+                raise ValueError(f"`fraction_bits` must be an integer from 8 to 60; got {self.fraction_bits!r}.")
+            object.__setattr__(self, "fraction_bits", bits)
 
     @property
     def driver_name(self) -> str | None:  # type: ignore[override]

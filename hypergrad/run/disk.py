@@ -18,6 +18,7 @@ import pathlib
 import re
 import secrets
 import shutil
+import stat
 import struct
 import weakref
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ _LINE = 4096  # bytes
 _DIGEST = hashlib.sha256().digest_size
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 _CURE = "Make room or name another folder. Momenta nearer to 1 and fewer steps lose fewer digits."
-_READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Disk(Store):
     def __post_init__(self) -> None:
         if not isinstance(self.folder, (str, os.PathLike)):
             raise TypeError(f"`folder` of hg.Disk must be a path; got {self.folder!r}.")
-        object.__setattr__(self, "folder", os.fspath(self.folder))
+        object.__setattr__(self, "folder", os.path.abspath(os.fspath(self.folder)))  # wherever the process goes
 
     def words(self, shapes: dict[str, tuple[int, ...]], size: int) -> "DiskWords":
         folder = pathlib.Path(self.folder)
@@ -177,7 +178,7 @@ def _places(path: pathlib.Path, token: str, shape: tuple[int, ...]) -> Iterator[
             line += byte
         try:
             of = json.loads(line)["run"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise StorageError(f"{path} is no file of words: its first line is not the JSON of one.") from error
         if of != token:
             raise StorageError(f"{path} is of another run: {of}, not {token}.")
@@ -197,6 +198,9 @@ def _places(path: pathlib.Path, token: str, shape: tuple[int, ...]) -> Iterator[
 def _opened(path: pathlib.Path) -> Iterator[BinaryIO]:
     try:
         descriptor = os.open(path, _READ)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError("it is no file")
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}. The run must be trained again.") from error
     with os.fdopen(descriptor, "rb", buffering=0) as file:

@@ -100,10 +100,12 @@ FAULTS = {
     "an empty file": (lambda path: os.truncate(path, 0), "was changed or cut off", "from 8"),
     "a missing file": (lambda path: path.unlink(), "cannot be read: No such file", "must be trained again"),
     "a link": (lambda path: (path.unlink(), path.symlink_to("/dev/zero")), "cannot be read"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "cannot be read"),
+    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "cannot be read: it is no file"),
 }
 
 
-@some_of("fault", FAULTS, "a flipped byte", "a missing file", "a link")
+@some_of("fault", FAULTS, "a flipped byte", "a missing file", "a link", "a folder", "a pipe")
 def test_a_damaged_file_is_an_error_with_its_name(fault: str, tmp_path: pathlib.Path) -> None:
     damage, *fragments = FAULTS[fault]
     with fails(hg.StorageError, "0-velocity.words", *fragments):
@@ -126,6 +128,14 @@ def test_every_byte_of_a_chunk_is_covered(index: int) -> None:
     chunk[index] ^= 16
     with pytest.raises(hg.StorageError, match="checksum"):
         disk.unsealed(pathlib.Path("x"), bytes(chunk), 4, (2,))
+
+
+def test_a_folder_is_the_same_wherever_the_process_goes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    gradient(hg.Disk("here"), lambda: os.chdir("elsewhere"))
+    gc.collect()
+    assert not list((tmp_path / "here").iterdir())
 
 
 def test_a_folder_that_is_a_file(tmp_path: pathlib.Path) -> None:
