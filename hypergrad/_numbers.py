@@ -10,10 +10,14 @@ import numpy as np
 
 
 def check_numbers(name: str, tree: Any) -> None:
-    """Of each leaf that is NumPy's: no masked entry, no integer that JAX would cut off. name: before the leaf's path."""
+    """Of each leaf that is NumPy's: no masked entry, no integer that JAX would cut off; of those that are JAX's, none in
+    float64 where that is not set. name: before the leaf's path."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        where = f"{name}{jax.tree_util.keystr(path)}"
         if isinstance(x, (np.ndarray, np.generic)):
-            check_number(f"{name}{jax.tree_util.keystr(path)}", x)
+            check_number(where, x)
+        elif isinstance(x, jax.Array) and x.dtype == np.float64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            raise ValueError(f"{where} is float64, and jax_enable_x64 is not set here: call it in jax.enable_x64(True).")
 
 
 def check_number(where: str, x: Any, dtype: Any = None) -> None:

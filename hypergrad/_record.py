@@ -138,8 +138,8 @@ class Record:
 
     @in_automatic_axes
     def rewind(self, step: int) -> Trained:
-        """What training had come to after `step` steps, bit for bit; 0: the start. In the time of the steps from there to
-        the next state that is kept."""
+        """What training had come to after `step` steps, bit for bit; 0: the start, on the grid. In the time of the steps
+        from there to the next state that is kept. `status` is that of the whole run."""
         step = self._known(step)
         return self._at(step, self._state(step))
 

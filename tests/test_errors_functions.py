@@ -146,3 +146,16 @@ def test_traced_batches_as_a_leaf_are_a_cure_unless_differentiated():
     np.testing.assert_allclose(jax.jit(f)(x), final(), rtol=1e-6)
     with fails(ValueError, "`batches` is differentiated", "through `theta`"):
         jax.grad(f)(x)
+
+
+def test_float64_where_it_is_not_set():
+    with jax.enable_x64(True):
+        params = {"w": jnp.ones(2)}
+    with fails(ValueError, "params['w'] is float64", "jax.enable_x64(True)"):
+        train(params=params)
+
+
+@pytest.mark.parametrize("bits", [20.5, "20", 7, 61, True])
+def test_a_grid_has_a_whole_number_of_bits(bits):
+    with fails(ValueError, "`fraction_bits` must be an integer from 8 to 60", repr(bits)):
+        hg.Reversible(fraction_bits=bits)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -224,3 +225,32 @@ def test_between_the_two_it_cuts_the_run_into_segments(measure):
         return jax.jit(jax.grad(value))(0.1)
 
     np.testing.assert_allclose(slope(plan.adjoint), slope(hg.Reversible()), rtol=1e-6)
+
+
+def test_the_smallest_budget_of_all_roads_works():
+    """Of runs in segments, where these take the least."""
+    arguments, steps = (_loss, WIDE, hg.SGD(jnp.float32(0.1), 0.1), BATCHES), 4000
+
+    def traced(budget):
+        def value(rate):
+            run = hg.train(_loss, WIDE, hg.SGD(rate, 0.1), BATCHES, theta=1e-3, steps=steps, adjoint=hg.Auto(budget))
+            return sum(jnp.sum(x) for x in jax.tree.leaves(run.params))
+
+        return jax.eval_shape(jax.grad(value), 0.1)
+
+    with pytest.raises(ValueError, match="no road fits") as caught:
+        traced(1000)
+    smallest = int(re.search(r"smallest that works is (\d+) bytes", str(caught.value))[1])
+    whole = hg.plan(*arguments, theta=1e-3, steps=steps, adjoint=hg.Reversible(), measure=False).roads[0].device
+    assert smallest < whole / 2
+    for budget in (smallest, int(0.95 * whole)):
+        assert traced(budget).shape == ()
+
+
+def test_words_on_disk_are_planned_as_those_of_the_host(tmp_path):
+    def planned_with(buffer):
+        rule, adjoint = hg.SGD(jnp.float32(0.1), 0.1), hg.Reversible(buffer=buffer)
+        return hg.plan(_loss, WIDE, rule, BATCHES, theta=1e-3, steps=600, adjoint=adjoint, measure=False).roads[0]
+
+    on_disk, on_host = planned_with(hg.Disk(tmp_path)), planned_with("host")
+    assert (on_disk.device, on_disk.host) == (on_host.device, on_host.host)
