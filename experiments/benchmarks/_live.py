@@ -3,6 +3,7 @@
 import pathlib
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +19,10 @@ def live_at_most(lowered: Any, counted: Callable[[str], bool]) -> int:
     """Bytes of the arrays for which `counted(shape)`, at the time when they take the most; arguments and constants are not
     among them. Of XLA:CPU, which compiles what was lowered once more for it."""
     with tempfile.TemporaryDirectory() as folder:
-        lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        new = {
+            "xla_debug_buffer_assignment_show_max": time.time_ns() % 2**31
+        }  # in no cache
+        lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True} | new)
         whole = lambda end: max(pathlib.Path(folder).glob(f"*{end}"), key=lambda path: path.stat().st_size).read_text()  # noqa: E731
         buffers = dict(_buffers(whole("after_optimizations-buffer-assignment.txt")))
         ranges = list(_ranges(whole("live-range.txt")))

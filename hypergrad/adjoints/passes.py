@@ -66,7 +66,8 @@ def settled_driver(run: Run, *arrays: Any) -> Run:
         run = dataclasses.replace(run, driver="host" if known else "scan")
     if run.from_python and not known:
         twice = "" if run.source is None else " and hg.stacked"
-        cure = "" if run.source is not None else ", or take hg.Reversible()"
+        other = "hg.Reversible()" if run.store is not None else 'hg.Reversible(driver="scan")'
+        cure = "" if run.source is not None else f", or take {other}"
         raise ValueError(
             'driver="host", buffer=hg.Disk(folder) and hg.host_batches run training from Python, which cannot be traced '
             f"by jax.jit or jax.vmap. Call it outside of them (hg.optimize(..., jit=False)){cure}. Nor can it be "
