@@ -19,9 +19,7 @@ def live_at_most(lowered: Any, counted: Callable[[str], bool]) -> int:
     """Bytes of the arrays for which `counted(shape)`, at the time when they take the most; arguments and constants are not
     among them. Of XLA:CPU, which compiles what was lowered once more for it."""
     with tempfile.TemporaryDirectory() as folder:
-        new = {
-            "xla_debug_buffer_assignment_show_max": time.time_ns() % 2**31
-        }  # in no cache
+        new = {"xla_debug_buffer_assignment_show_max": time.time_ns() % 2**31}  # in no cache
         lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True} | new)
         whole = lambda end: max(pathlib.Path(folder).glob(f"*{end}"), key=lambda path: path.stat().st_size).read_text()  # noqa: E731
         buffers = dict(_buffers(whole("after_optimizations-buffer-assignment.txt")))
