@@ -161,7 +161,8 @@ class Record:
     @in_automatic_axes
     def hypergradient(self, function: Callable[[Trained], Array]) -> dict[str, Any]:
         """The derivative of function(trained), a float scalar, in all that is float of {"params", "optimizer", "theta",
-        "state", "statistics"}, without training again; may be asked again with another function."""
+        "state", "statistics"}, without training again; may be asked again with another function. Raises ValueError where the
+        loss or the batches have changed since the record was opened."""
         ends = Ends(self._end.state, None, None, self._words, self._plan)
         check_concrete("Record.hypergradient")
         self._check_unchanged()
@@ -177,7 +178,8 @@ class Record:
 
         steps: in all; None: as before. What came before `step` is taken as it was: losses, and hyperparameters that held
         there (weights of averages that are made of them, as Schedule-Free's, to rounding). Raises ValueError where the
-        decays of the steps before are others: states are in their units.
+        decays of the steps before are others (states are in their units), and where `loss` is not given and what was
+        recorded has changed since the record was opened.
         """
         if unknown := sorted(set(given) - {"optimizer", "theta"}):
             raise TypeError(f"`resume` takes loss, batches, steps, optimizer and theta; got {', '.join(unknown)}.")
