@@ -44,13 +44,7 @@ _FLAX_CURES = {  # by the name of flax's error: flax is not imported here
 def check_kinds(loss: Any, optimizer: Any, batches: Any, adjoint: Any) -> None:
     if not callable(loss):
         raise TypeError(f"`loss` must be a function loss(params, theta, batch) -> scalar; got {describe(loss)}.")
-    if not isinstance(optimizer, Optimizer):
-        if hasattr(optimizer, "update") and hasattr(optimizer, "init"):
-            raise TypeError(
-                f"`optimizer` is an optax transformation, which cannot be run backwards exactly. {nearest(optimizer)} optax "
-                "belongs in hg.optimize(..., meta_optimizer=...)."
-            )
-        raise TypeError(f"`optimizer` must be a reversible optimizer such as hg.SGD(0.1, 0.9); got {describe(optimizer)}.")
+    check_rule(optimizer)
     if not callable(batches):
         what = f"`batches` must be a function t -> batch; got {type(batches).__name__}."
         if hasattr(batches, "__iter__") and not isinstance(batches, (tuple, list, dict)) and not eqx.is_array_like(batches):
@@ -63,6 +57,16 @@ def check_kinds(loss: Any, optimizer: Any, batches: Any, adjoint: Any) -> None:
         raise TypeError(f"`adjoint` must be hg.Reversible(), hg.Unrolled() or hg.Checkpointed(); got {describe(adjoint)}.")
     check_signature("loss(params, theta, batch)", loss, "Without theta write loss(params, _, batch).")
     check_signature("batches(t)", batches, f"t is the step; or take {_BATCH_CURE}.")
+
+
+def check_rule(optimizer: Any) -> None:
+    if not isinstance(optimizer, Optimizer):
+        if hasattr(optimizer, "update") and hasattr(optimizer, "init"):
+            raise TypeError(
+                f"`optimizer` is an optax transformation, which cannot be run backwards exactly. {nearest(optimizer)} optax "
+                "belongs in hg.optimize(..., meta_optimizer=...)."
+            )
+        raise TypeError(f"`optimizer` must be a reversible optimizer such as hg.SGD(0.1, 0.9); got {describe(optimizer)}.")
 
 
 def theta_by_steps(theta: Any, steps: int, name: str = "theta") -> tuple[Any, list[bool]]:

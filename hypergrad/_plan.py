@@ -34,6 +34,7 @@ from hypergrad.adjoints.auto import (
 from hypergrad.adjoints.budget import bytes_of, shown_bytes
 from hypergrad.adjoints.reversible import Room, reversed_run
 from hypergrad.batches import HostBatches, full_batch
+from hypergrad.optimizers.expand import concrete
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Outcome
 
@@ -101,6 +102,11 @@ def plan(
     defaults, and for `hg.host_batches` the first two. memory_budget: bytes, or a string such as "512MiB"; None: no limit.
     measure: whether to run at all. Raises what `hg.train` raises, and ValueError for a budget that is none.
     """
+    if not concrete((params, optimizer, theta, state, statistics, jnp.zeros(()))):
+        raise ValueError(
+            "hg.plan compiles programs of its own and runs them: call it outside of jax.jit, jax.vmap and jax.grad, with "
+            "values that are known."
+        )
     cuts = adjoint is None and not isinstance(batches, HostBatches)  # a run in segments is one program
     budget = None if memory_budget is None else bytes_of(memory_budget)
     offered = tuple(x for x in OFFERED if x.buffer == "device" or not several()) if adjoint is None else (adjoint,)

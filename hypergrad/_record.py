@@ -291,8 +291,8 @@ class Record:
     def _error(self, first: int) -> ReversalError:
         return ReversalError(
             f"the record in {self.folder} does not lead back to step {first}: what is computed there now has other bits "
-            "than when it was recorded. Another version of JAX, other flags of XLA or another processor may round "
-            "otherwise: open it where it was made, or record again."
+            "than when it was recorded. Another version of JAX, other flags of XLA or another processor may round so: open "
+            "it where it was made. If that is here, `loss` or `batches` are no functions of their arguments."
         )
 
 

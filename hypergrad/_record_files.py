@@ -59,6 +59,8 @@ class Made(NamedTuple):
     past: Past | None = None
 
     def set_up(self, adjoint: Any) -> tuple[Run, Inputs, About]:
+        if isinstance(self.batches, HostBatches):
+            raise ValueError("a record needs `batches` that are a function of t, such as hg.stacked; got hg.host_batches.")
         others = {"steps": self.steps, "microbatches": self.microbatches, "past": self.past}
         return set_up(Problem(loss=self.loss, batches=self.batches, **others, **self.given), adjoint)
 
@@ -87,8 +89,6 @@ class End(NamedTuple):
 
 def train_and_keep(made: Made, folder: pathlib.Path, states_budget: int | str | None = None) -> None:
     _check_empty(folder)
-    if isinstance(made.batches, HostBatches):
-        raise ValueError("hg.record needs `batches` that are a function of t, such as hg.stacked; got hg.host_batches.")
     run, inputs, _ = run_of(made, folder)
     prints = prints_of(run, inputs)
     claim = _claimed(folder)
@@ -108,8 +108,8 @@ def train_and_keep(made: Made, folder: pathlib.Path, states_budget: int | str | 
 
 
 def _check_empty(folder: pathlib.Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise StorageError(f"{folder} cannot be written to: it is a file. Name a folder.")
+    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+        raise StorageError(f"{folder} cannot be written to: it is a file, or a link to nothing. Name a folder.")
     if folder.exists() and any(path.name != CLAIM for path in folder.iterdir()):
         raise ValueError(_IN_USE.format(folder))
 

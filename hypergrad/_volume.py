@@ -13,7 +13,16 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from hypergrad.optimizers.chain import GRADIENT, PARAMS, Link, Optimizer, View, first_value, reads_gradient
+from hypergrad.optimizers.chain import (
+    GRADIENT,
+    PARAMS,
+    Link,
+    Optimizer,
+    View,
+    check_fits,
+    first_value,
+    reads_gradient,
+)
 from hypergrad.optimizers.prepared import prepare
 
 
@@ -43,7 +52,9 @@ def step(rule: Optimizer, h: Any, z: Values, g: Array) -> Values:
     for link in rule.chain:
         others = {name: x for name, x in z.items() if name != link.name}
         kept = z[link.name] * h[link.decay] if link.decay else z[link.name]
-        z[link.name] = kept + increment(link, h, others, g)
+        update = increment(link, h, others, g)
+        check_fits(link, jnp.shape(update), kept.shape)
+        z[link.name] = kept + update
     return z
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hypergrad.exact import DEFERRED, MOMENTUM_DENOMINATOR, WORD_BITS, numerator
-from hypergrad.hypers import natural
+from hypergrad.hypers import describe, natural
 from hypergrad.optimizers.chain import PARAMS
 from hypergrad.schedules import PerStep
 
@@ -31,6 +31,10 @@ def learning(results: Any, ax: Any = None) -> Any:
     """
     ax = _axes(ax)
     runs = results if isinstance(results, Mapping) else {f"run {i}": r for i, r in enumerate(_listed(results), 1)}
+    if other := [x for x in runs.values() if not hasattr(x, "history")]:
+        raise TypeError(
+            f"hg.plots.learning takes what hg.optimize returns, a list of it, or {{label: it}}; got {describe(other[0])}."
+        )
     for (label, result), style in zip(runs.items(), _styles(), strict=False):
         label = label if len(runs) > 1 else "validation"
         steps = [done.step for done in result.history]

@@ -12,6 +12,7 @@ from jax import Array
 
 from hypergrad._check import Certificate, check_reversal
 from hypergrad._differences import central, check_like, check_step, extrapolated
+from hypergrad._door import check_rule
 from hypergrad._inverse import check_inverse as check_inverse
 from hypergrad._meshes import in_automatic_axes
 from hypergrad._train import train
@@ -40,6 +41,7 @@ def check_optimizer(optimizer: Optimizer, params: Any = None, *, steps: int = 8,
     vector and a matrix, [4] and [4, 4]. steps: of the run, and of `PerStep` hyperparameters.
     Raises AssertionError that says what is wrong and where to look.
     """
+    check_rule(optimizer)
     with jax.enable_x64(True):
         params = {"b": jnp.ones(4), "w": jnp.ones((4, 4))} if params is None else params
         rng = np.random.default_rng(0)
@@ -162,12 +164,8 @@ def _check_entrywise(rule: Layer, around: list[Layer]) -> None:
         g = either()
         halves = [increment(link, h, {k: parts(x)[i] for k, x in z.items()}, parts(g)[i]) for i in (0, 1)]
         agree(optimizer, f"the increment of link `{link.name}`", increment(link, h, z, g), halves)
-        agree(
-            optimizer,
-            f"the first value of link `{link.name}`",
-            first_value(link, g),
-            [first_value(link, x) for x in parts(g)],
-        )
+        first = lambda x, link=link: first_value(link, x)  # noqa: E731
+        agree(optimizer, f"the first value of link `{link.name}`", first(g), [first(x) for x in parts(g)])
     for layer in around:
         keys = tuple((field, field) for field in layer.optimizer.hyperparameters())
         one, two = (Transform("", type(layer.optimizer).transform, keys, b) for b in ((0,), (0, 1)))  # type: ignore[attr-defined]

@@ -246,6 +246,7 @@ def test_state_that_fits_no_run():
     ("options", "text"),
     [
         ({"capacity": -1}, "`capacity`"),
+        ({"capacity": 2**70}, "`capacity`"),
         ({"fraction_bits": 61}, "`fraction_bits`"),
         ({"driver": "gpu"}, "`driver`"),
         ({"buffer": "disk"}, "`buffer`"),

@@ -131,6 +131,11 @@ def test_a_given_axes_is_drawn_into() -> None:
     assert plots.learning(result([1.0]), ax) is ax and plots.cotangents(diagnosis(), ax) is ax
 
 
+def test_a_history_is_no_result() -> None:
+    with fails(TypeError, "what hg.optimize returns", "got int 1"):
+        plots.learning([1, 2])
+
+
 def test_without_a_schedule_there_is_nothing_to_draw() -> None:
     with fails(ValueError, "no hg.PerStep"):
         plots.schedules({"learning_rate": hg.positive(0.1)})

@@ -224,6 +224,9 @@ def test_what_cannot_be_recorded(tmp_path: pathlib.Path) -> None:
     for folder in (tmp_path / "made", tmp_path / "new"):
         with fails(ValueError, "outside of jax.jit"):
             jax.jit(lambda p, f=folder: hg.record(**options() | {"params": p}, folder=f).trained.params)(NET.params())
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with fails(hg.StorageError, "a link to nothing"):
+        hg.record(**options(), folder=tmp_path / "link")
     (tmp_path / "mine.txt").touch()
     with fails(ValueError, "holds files and no finished record"):
         hg.record(**options(), folder=tmp_path)

@@ -126,6 +126,11 @@ def test_a_step_may_be_a_number_of_numpy_or_jax(record: hg.Record) -> None:
         assert [k for k, _ in record.steps(np.int64(1), step)] == [2, 1]
 
 
+def test_batches_from_python_cannot_follow(record: hg.Record) -> None:
+    with fails(ValueError, "a record needs `batches` that are a function of t", "hg.host_batches"):
+        record.resume(1, batches=hg.host_batches(lambda t: np.ones(2)))
+
+
 def test_steps_come_backwards(record: hg.Record) -> None:
     with fails(ValueError, "`first` of steps must not be above `last`; got 3 and 1"):
         record.steps(3, 1)

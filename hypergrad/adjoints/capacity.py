@@ -33,10 +33,11 @@ def given(capacity: Any) -> Given:
     rows = capacity.items() if isinstance(capacity, Mapping) else capacity
     if not isinstance(rows, (tuple, type({}.items()))):
         rows = [] if capacity is None else [("", capacity)]
-    if any(not isinstance(name, str) or isinstance(x, bool) or not isinstance(x, int) or x < 0 for name, x in rows):
+    is_count = lambda x: isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**31  # noqa: E731
+    if not all(isinstance(name, str) and is_count(x) for name, x in rows):
         raise ValueError(
-            "`capacity` must be None, a count of 32-bit words per parameter, or such counts by the names of links, "
-            f'{{"mean": 4}}; got {capacity!r}.'
+            "`capacity` must be None, a count of 32-bit words per parameter, below 2^31, or such counts by the names of "
+            f'links, {{"mean": 4}}; got {capacity!r}.'
         )
     return tuple(sorted(rows)) if isinstance(capacity, (Mapping, tuple)) else capacity
 

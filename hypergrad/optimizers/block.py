@@ -23,7 +23,7 @@ from hypergrad._isolation import only_products
 from hypergrad._mended import mending
 from hypergrad._placement import may_be_divided
 from hypergrad.exact import DEFERRED, DEFERRED_REFERENCE, HEADS, REFERENCE, Buffer, default_fraction_bits, known_numerator
-from hypergrad.optimizers.chain import GRADIENT, PARAMS, STATISTICS, Link, View, as_float, foreign
+from hypergrad.optimizers.chain import GRADIENT, PARAMS, STATISTICS, Link, View, as_float, check_fits, foreign
 from hypergrad.optimizers.expand import Field, Hypers, compute_dtype, concrete, shared_value
 from hypergrad.optimizers.partition import Stack
 from hypergrad.schedules import PerStep
@@ -104,7 +104,9 @@ class Block:
         """The increment of a link as a program of the leaves of (h, what it may read, g)."""
         others = {name: x for name, x in z.items() if name != link.name}
         function = lambda h, z, g: self.increment(link, h, z, g)  # noqa: E731
-        return jax.make_jaxpr(function)(h, others, self.seen(link, z)).jaxpr
+        program = jax.make_jaxpr(function)(h, others, self.seen(link, z)).jaxpr
+        check_fits(link, program.outvars[0].aval.shape, z[link.name].shape)
+        return program
 
     def is_linear(self, link: Link, h: Hypers, z: Floats) -> bool:
         """Whether the increment's derivative along the gradient reads hyperparameters alone."""

@@ -47,6 +47,15 @@ class Link(NamedTuple):
 Signal = Callable[[Callable[..., Any], Any, Any, Any, Array], Any]
 
 
+def check_fits(link: Link, update: tuple[int, ...], held: tuple[int, ...]) -> None:
+    """That what a link adds broadcasts to what it holds; both shapes."""
+    ends = list(zip(reversed(update), reversed(held), strict=False))
+    if len(update) > len(held) or any(n not in (1, m) for n, m in ends):
+        raise TypeError(
+            f"the increment of link `{link.name}` has shape {update}, which does not fit what the link holds, {held}."
+        )
+
+
 def foreign(function: Any) -> bool:
     """Whether a function of a rule is not the library's: it may compute something else at the next call."""
     return not str(getattr(function, "__module__", "")).startswith("hypergrad.")
@@ -63,7 +72,7 @@ class View:
         known = ", ".join(k for k in self.__dict__ if k != "_owner")
         why = "A link's own value is never available: the increment could not be undone."
         if name != self._owner:
-            why = "Is it spelt as the field, the link, or the entry that `prepare` returns?"
+            why = "Is it spelt as the field (which needs an annotation, `rate: Any`), the link, or what `prepare` returns?"
         raise AttributeError(
             f"the increment of link `{self._owner}` reads `{name}`, which is not available to it (it has: {known}). {why}"
         )
@@ -192,6 +201,15 @@ def reads_gradient(chain: tuple[Link, ...]) -> bool:
     except TypeError:
         return False
     return True
+
+
+def check_has_chain(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    if not hasattr(type(optimizer), "chain"):
+        raise TypeError(
+            f"{name} has no `chain`, which is its update: a tuple of links, the last called `params`. "
+            "docs/your-own-optimizer.md has an example."
+        )
 
 
 def check_invertible(optimizer: Optimizer) -> None:

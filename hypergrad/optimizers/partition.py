@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 
 from hypergrad.hypers import describe
-from hypergrad.optimizers.chain import Link, Optimizer, Signal
+from hypergrad.optimizers.chain import Link, Optimizer, Signal, check_has_chain
 from hypergrad.optimizers.gradient_link import WithGradientLink
 from hypergrad.optimizers.transform import Freeze, Transformed
 
@@ -137,6 +137,7 @@ def _layers(
         layer = Layer(path, optimizer, (leaves & covered) - frozen, labels)
         frozen |= layer.leaves if isinstance(optimizer, Freeze) else frozenset()
         return [layer, *_layers(f"{path}.inner", optimizer.inner, params, leaves, labels, frozen)]
+    check_has_chain(optimizer)
     return [Layer(f"{path}.rule" if isinstance(optimizer, WithGradientLink) else path, optimizer, leaves, labels)]
 
 

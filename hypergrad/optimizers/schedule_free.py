@@ -1,5 +1,6 @@
 """Schedule-Free AdamW, which averages its iterates instead of decaying its rate, by a gradient link."""
 
+import math
 from typing import Any
 
 import jax
@@ -64,7 +65,7 @@ class ScheduleFreeAdamW(GradientLinked):
     def hyperparameters(self) -> dict[str, Any]:
         for x in jax.tree.leaves(spread(self.b1), is_leaf=lambda x: isinstance(x, PerStep)):
             if isinstance(x, PerStep):
-                _check_constant(len(jax.tree.leaves(x.values)[0]))
+                _check_constant(jnp.shape(jax.tree.leaves(x.values)[0]))
         return super().hyperparameters()
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
@@ -93,7 +94,7 @@ def _average(y: Array, z: Array | None, b1: Any) -> Array:
     if z is None:
         return y
     if isinstance(b1, PerStep):
-        _check_constant(len(b1.values))
+        _check_constant(jnp.shape(b1.values))
         b1 = b1.values[0]
     _check_share(b1)
     return ((y - (1 - b1) * z) / b1).astype(y.dtype)
@@ -105,8 +106,8 @@ def _check_share(b1: Any) -> None:
         raise ValueError(f"hg.ScheduleFreeAdamW: `b1` must be in (0, 1), the share of x in y; got {b1!s}.")
 
 
-def _check_constant(steps: int) -> None:
-    if steps > 1:
+def _check_constant(shape: tuple[int, ...]) -> None:
+    if (steps := math.prod(shape[:1])) > 1:
         raise ValueError(
             f"hg.ScheduleFreeAdamW: `b1` has a value for each of {steps} steps. y = b1 x + (1 - b1) z moves directly, which "
             "holds for one b1 alone: where it grew, y would have to grow too, not decay. Give one for all steps."

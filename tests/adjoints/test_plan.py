@@ -254,3 +254,9 @@ def test_words_on_disk_are_planned_as_those_of_the_host(tmp_path):
 
     on_disk, on_host = planned_with(hg.Disk(tmp_path)), planned_with("host")
     assert (on_disk.device, on_disk.host) == (on_host.device, on_host.host)
+
+
+def test_a_plan_is_made_outside_of_what_is_compiled() -> None:
+    net = problems.network()
+    with pytest.raises(ValueError, match="call it outside of jax.jit"):
+        jax.jit(lambda rate: planned(net, hg.SGD(rate, 0.9), steps=8).steps)(0.1)

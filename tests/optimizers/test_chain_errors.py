@@ -63,3 +63,31 @@ def test_chains_without_inverse_are_refused_where_they_are_used(links: tuple[Lin
 def test_an_increment_that_reads_what_it_may_not_says_why(links: tuple[Link, ...], message: str) -> None:
     with pytest.raises(AttributeError, match=message):
         trained(chained(*links)(0.1, 0.9))
+
+
+@pytest.mark.parametrize(
+    ("links", "message"),
+    [
+        ((LEAK._replace(increment=lambda h, z, g: -jnp.ones(7)), STILL), r"`velocity` has shape \(7,\), .* holds, \(\d,\)"),
+        ((LEAK._replace(increment=lambda h, z, g: -g[..., None]), STILL), r"`velocity` has shape \(\d, 1\), .* \(\d,\)"),
+        ((LEAK, STILL._replace(increment=lambda h, z: z.velocity.sum() * jnp.ones((2, 2)))), r"`params` has shape \(2, 2\)"),
+    ],
+)
+def test_an_increment_of_another_shape_is_refused(links: tuple[Link, ...], message: str) -> None:
+    rule = chained(*links)(0.1, 0.9)
+    for use in (trained, hg.testing.check_optimizer):
+        with pytest.raises(TypeError, match=message):
+            use(rule)
+
+
+def test_a_rule_without_a_chain_and_fields_without_annotation_are_told() -> None:
+    bare = type("Bare", (Optimizer,), {"__module__": __name__, "__annotations__": {"rate": Any}})
+    for use in (trained, hg.testing.check_optimizer):
+        with pytest.raises(TypeError, match="Bare has no `chain`, which is its update"):
+            use(bare(0.1))
+        with pytest.raises(TypeError, match="got the class SGD itself"):
+            use(hg.SGD)
+    chain = (LEAK._replace(decay=None, increment=lambda h, z, g: -h.rate * g), STILL)
+    plain = type("Plain", (Optimizer,), {"__module__": __name__, "rate": 0.1, "chain": chain})
+    with pytest.raises(AttributeError, match="`velocity` reads `rate`, .*which needs an annotation, `rate: Any`"):
+        trained(plain())

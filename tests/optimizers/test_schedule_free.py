@@ -51,6 +51,11 @@ def test_leaves_of_another_rule_stay_as_they_are() -> None:
     np.testing.assert_allclose(found["a"], PARAMS["a"], rtol=1e-6)
 
 
+def test_a_schedule_of_b1_that_is_none_is_refused_as_any() -> None:
+    with pytest.raises(ValueError, match=r"hg.PerStep of shape \(\); its leading axis must be steps=3"):
+        hg.train(loss, PARAMS, hg.ScheduleFreeAdamW(0.1, b1=hg.PerStep(0.9)), BATCHES, steps=3)
+
+
 @pytest.mark.parametrize("b1", [0.0, 1.0, -0.5, 1.5])
 def test_b1_is_a_share(b1: float) -> None:
     rule = hg.ScheduleFreeAdamW(0.1, b1=b1)
