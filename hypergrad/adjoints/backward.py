@@ -19,7 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.adjoints.cotangents import at_rest, gradient_cotangent, pull_transforms, statistics_cotangent
+from hypergrad.adjoints.cotangents import (
+    at_rest,
+    common_factor,
+    first_cotangents,
+    gradient_cotangent,
+    pull_transforms,
+    statistics_cotangent,
+)
 from hypergrad.adjoints.link import Cotangents, decayed, decays, plus
 from hypergrad.adjoints.second_order import (
     Gradients,
@@ -134,8 +141,9 @@ def step_vjp(run: Run, pass_: Pass, t: Array, state: State, ct: Cotangents, give
     second_order = functools.partial(products, run, t, pass_.gradients, w, chosen(pass_.seen, theta), point[1:], dloss=dloss)
     found = second = None
     if run.linear:
-        u = _linear_cotangent(run, state, ct, h, wide_w)
+        u, c = _linear_cotangent(run, state, ct, h, wide_w)
         found, second = second_order(u, push=statistics_cotangent(run, state, ct.z, h))
+        second = second if c is None else second.times(c)
     state, ct = once_read(run, t, state, ct)
     (value, g, seen), doubt = _gradient(run, pass_, t, point, found, doubt)
     more = run.more_signals(t, *point)
@@ -165,13 +173,17 @@ def step_vjp(run: Run, pass_: Pass, t: Array, state: State, ct: Cotangents, give
     return Undone(state, ct._replace(theta=totals), dtheta, pending, again, second.asymmetry, doubt, entered)
 
 
-def _linear_cotangent(run: Run, state: State, ct: Cotangents, h: list[Hypers], wide_w: list[Array]) -> list[Array]:
-    """That of the gradient, before it is known: in a linear rule none of its values enters."""
-    u = gradient_cotangent(run, state, ct.z, h)
+def _linear_cotangent(
+    run: Run, state: State, ct: Cotangents, h: list[Hypers], wide_w: list[Array]
+) -> tuple[list[Array], Array | None]:
+    """That of the gradient, before it is known: in a linear rule none of its values enters. And the number that it is still
+    to be multiplied by, if there is one."""
+    c = common_factor(run, h) if run.functions.symmetric else None
+    u = gradient_cotangent(run, state, ct.z, h) if c is None else first_cotangents(run, ct.z)
     if not run.transforms:
-        return u
+        return u, c
     g = [jnp.zeros(x.shape, x.dtype) for x in u]
-    return pull_transforms(run, [h[j] for j in run.parameters], wide_w, g, early_values(run, state), u)[2]
+    return pull_transforms(run, [h[j] for j in run.parameters], wide_w, g, early_values(run, state), u)[2], c
 
 
 def _gradient(

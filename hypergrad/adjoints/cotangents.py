@@ -3,12 +3,15 @@
 Invariant: each is a function of the cotangents of the links alone where the step is linear in it.
 """
 
+from collections.abc import Hashable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.adjoints.link import plus, pull, spread
-from hypergrad.optimizers.block import Floats
+from hypergrad.optimizers.block import Block, Floats
+from hypergrad.optimizers.chain import Link
 from hypergrad.optimizers.expand import Hypers
 from hypergrad.run.spec import Run
 from hypergrad.run.step import State, readable
@@ -25,6 +28,43 @@ def gradient_cotangent(run: Run, state: State, dz: list[Floats], h: list[Hypers]
             u, dz = plus(u, back.g), spread(run, j, dz, back.read)
         result.append(u)
     return result
+
+
+def first_cotangents(run: Run, dz: list[Floats]) -> list[Array]:
+    """What `gradient_cotangent` multiplies by `common_factor`; of blocks that are frozen zeros."""
+    links = [(j, run.blocks[j].chain[0]) for j in run.parameters]
+    return [dz[j][k.name] if k.increment is not None else jnp.zeros_like(dz[j][k.name]) for j, k in links]
+
+
+def common_factor(run: Run, h: list[Hypers]) -> Array | None:
+    """c, where the cotangent of the gradient is c times that of the one link before the parameters, for all weights alike.
+
+    Products with the Jacobian are then taken along that cotangent, which is there, and multiplied by c where they are added
+    up: u needs no array, and no kernel. None: more than one factor, or none that is a number.
+    """
+    found: dict[Hashable, Array] = {}
+    for j in run.parameters:
+        block, numbers = run.blocks[j], dict(run.common[j])
+        link, zero = block.chain[0], jnp.zeros((), block.dtype)
+        if link.increment is None:
+            continue
+        if len(block.chain) != 2 or not block.entrywise or block.reads[0]:
+            return None
+
+        def factor(h: Hypers, block: Block = block, link: Link = link, zero: Array = zero) -> Array:
+            return jax.jvp(lambda g: block.increment(link, h, {}, g), (zero,), (jnp.ones_like(zero),))[1]
+
+        program = jax.make_jaxpr(factor)(h[j]).jaxpr
+        if program.outvars[0].aval.shape:
+            return None
+        used = {id(x) for e in program.eqns for x in e.invars} | {id(x) for x in program.outvars}
+        names = [name for name, x in zip(sorted(h[j]), program.invars, strict=True) if id(x) in used]
+        key = link.increment, block.dtype, *((name, numbers.get(name, f"of block {j}")) for name in names)
+        if not found:
+            found[key] = factor(h[j])
+        elif key not in found:
+            return None
+    return next(iter(found.values()), None)
 
 
 def at_rest(g: list[Array], u: list[Array], unit: Array) -> list[Array]:

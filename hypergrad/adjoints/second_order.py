@@ -47,6 +47,10 @@ class Products(NamedTuple):
     theta: list[Array]  # (d_theta g)^T u, of the wanted leaves; likewise
     asymmetry: Array | None = None  # `_asymmetry`: float32 [3], where somebody watches and J passes as symmetric
 
+    def times(self, c: Array) -> "Products":
+        """Against c u."""
+        return Products([c * x for x in self.w], [c * x for x in self.theta], self.asymmetry)
+
 
 FirstOrder = Callable[[list[Array], list[Array], list[Array], Frozen, list[Any]], tuple[Any, Any]]
 
