@@ -45,7 +45,7 @@ def common_factor(run: Run, h: list[Hypers]) -> Array | None:
     found: dict[Hashable, Array] = {}
     for j in run.parameters:
         block, numbers = run.blocks[j], dict(run.common[j])
-        link, zero = block.chain[0], jnp.zeros((), block.dtype)
+        link, zero = block.chain[0], jnp.zeros([1] * len(block.shape), block.dtype)
         if link.increment is None:
             continue
         if len(block.chain) != 2 or not block.entrywise or block.reads[0]:
@@ -55,13 +55,13 @@ def common_factor(run: Run, h: list[Hypers]) -> Array | None:
             return jax.jvp(lambda g: block.increment(link, h, {}, g), (zero,), (jnp.ones_like(zero),))[1]
 
         program = jax.make_jaxpr(factor)(h[j]).jaxpr
-        if program.outvars[0].aval.shape:
+        if program.outvars[0].aval.size != 1:
             return None
         used = {id(x) for e in program.eqns for x in e.invars} | {id(x) for x in program.outvars}
         names = [name for name, x in zip(sorted(h[j]), program.invars, strict=True) if id(x) in used]
         key = link.increment, block.dtype, *((name, numbers.get(name, f"of block {j}")) for name in names)
         if not found:
-            found[key] = factor(h[j])
+            found[key] = factor(h[j]).reshape(())
         elif key not in found:
             return None
     return next(iter(found.values()), None)

@@ -49,7 +49,8 @@ class Products(NamedTuple):
 
     def times(self, c: Array) -> "Products":
         """Against c u."""
-        return Products([c * x for x in self.w], [c * x for x in self.theta], self.asymmetry)
+        w, theta = ([c.astype(x.real.dtype) * x for x in leaves] for leaves in (self.w, self.theta))
+        return Products(w, theta, self.asymmetry)
 
 
 FirstOrder = Callable[[list[Array], list[Array], list[Array], Frozen, list[Any]], tuple[Any, Any]]

@@ -70,3 +70,23 @@ def test_it_is_found_and_gives_the_same_derivative(name: str, monkeypatch: pytes
         assert {x is not None for x in found} == {expected}
         for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(stored), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
+
+
+def test_a_frozen_leaf_may_be_of_another_dtype() -> None:
+    with jax.enable_x64(True):
+        params = {"a": jnp.ones(3, jnp.float64), "b": jnp.full(3, 0.5, jnp.float32)}
+        loss = lambda w, penalty, batch: jnp.sum((w["a"] * w["b"] - batch) ** 2) + penalty * jnp.sum(w["a"] ** 2)  # noqa: E731
+        for frozen in ("a", "b"):
+
+            def end(given: Any, adjoint: Any, frozen: str = frozen) -> Any:
+                rate, params, penalty = given
+                rule = hg.freeze(hg.SGD(rate, 0.75), {k: k == frozen for k in params})
+                batches = hg.full_batch(jnp.array([0.2, -0.5, 0.4]))
+                run = hg.train(loss, params, rule, batches, theta=penalty, steps=STEPS, adjoint=adjoint)
+                return sum(jnp.sum(x.astype(jnp.float64) ** 2) for x in jax.tree.leaves(run.params))
+
+            given = jnp.float64(0.1), params, jnp.float32(0.5)
+            ours, stored = (jax.jit(jax.grad(lambda g, a=a: end(g, a)))(given) for a in (hg.Reversible(), hg.Unrolled()))
+            for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(stored), strict=True):
+                assert x.dtype == y.dtype
+                np.testing.assert_allclose(x, y, rtol=1e-6)
