@@ -33,7 +33,7 @@ from experiments.benchmarks.workloads import Task
 
 
 MOMENTUM, FEW = 0.9, 8
-LEAST = 1.0  # seconds that each kind runs in a round
+LEAST = 4.0  # seconds that each kind runs in a round
 
 
 class Row(NamedTuple):
@@ -137,15 +137,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{task.steps} steps, {task.parameters} parameters")
         for row, one in zip(own, taken, strict=True):
             print("   " + shown(row, one, task.steps, theory))
-    print("a step beside a call, most over least of all numbers of steps")
+    print(
+        "a step beside a call, most over least of all numbers of steps: of their medians, of ratios to neighbours, of lowest"
+    )
     for kind, row in enumerate(rows[0]):
-        medians, lowest = (
-            [(of(taken[kind]) - own[kind].call) / task.steps for task, own, taken in zip(tasks, rows, seconds, strict=True)]
-            for of in (statistics.median, min)
-        )
-        ratios = f"{max(medians) / min(medians):7.3f}, of their lowest {max(lowest) / min(lowest):.3f}"
-        print(f"   {row.name:<24}{ratios}")
+        each = [
+            [(x - own[kind].call) / task.steps for x in taken[kind]]
+            for task, own, taken in zip(tasks, rows, seconds, strict=True)
+        ]
+        print(f"   {row.name:<24}" + " ".join(f"{x:7.3f}" for x in spreads(each)))
     return 0
+
+
+def spreads(each: list[list[float]]) -> tuple[float, float, float]:
+    """Most over least of all numbers of steps: of the medians over rounds, of the medians of what each takes in those of the
+    first in the same round, and of the lowest. each: seconds of a step, by number of steps, in every round."""
+    neighbours = [statistics.median(a / b for a, b in zip(own, each[0], strict=True)) for own in each]
+    found = ([statistics.median(own) for own in each], neighbours, [min(own) for own in each])
+    medians, ratios, lowest = (max(x) / min(x) for x in found)
+    return medians, ratios, lowest
 
 
 if __name__ == "__main__":

@@ -89,6 +89,11 @@ def test_kinds_of_buffer_in_short(capsys):
     assert len(lines) == 15 and sum("of theory stored" in line for line in lines) == 4
 
 
+def test_a_machine_that_slows_down_is_not_taken_for_a_step_that_does():
+    medians, neighbours, lowest = buffers.spreads([[1.0, 1.0, 2.0], [1.05, 2.1, 2.1]])  # slow from the middle of a round on
+    np.testing.assert_allclose((medians, neighbours, lowest), (2.1, 1.05, 1.05))
+
+
 def test_arrays_in_use_at_the_same_time_are_told_by_shape():
     def stacked(x):
         _, all_of_them = jax.lax.scan(lambda c, _: (jnp.sin(c), jnp.cos(c)), x, None, length=33)
