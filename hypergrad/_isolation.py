@@ -16,6 +16,7 @@ from jax import Array
 from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun
 
 from hypergrad import _programs as programs
+from hypergrad._settings import own_settings
 
 
 def isolated(t: Array, function: Callable[..., Any], *args: Any) -> Any:
@@ -83,11 +84,25 @@ def wanting(t: Array, value: Array, others: list[Array]) -> Array:
     return value
 
 
+@jax.custom_batching.custom_vmap
 def once_known(t: Array, value: Array, scalars: list[Array]) -> Array:
     """value, to be overwritten when the scalars have been made of it: less a zero, which takes a kernel less time than a
-    choice."""
+    choice.
+
+    It is not batched where they alone are: many derivatives of one run, as `jax.jacrev` takes, have one state. Each would
+    have one of its own, and XLA computes gradients at a batch of states to other bits.
+    """
     zero = [jnp.where(t >= 0, 0, x.reshape(()).astype(value.dtype)) for x in scalars]
     return value - sum(zero[1:], zero[0]) if zero else value
+
+
+@once_known.def_vmap
+def _batched_once_known(size: int, axes: Any, t: Array, value: Array, scalars: list[Array]) -> tuple[Array, bool]:
+    first = lambda x, is_batched: x[0] if is_batched else x  # noqa: E731 (which is made when all are)
+    _, is_batched, _ = axes
+    with own_settings():  # the rule may be called long after the context of the call is gone
+        t, scalars = jax.tree.map(first, (t, scalars), (axes[0], axes[2]))
+        return once_known(t, value, scalars), is_batched
 
 
 SMALL_LOOP = 2**16  # bytes that a loop holds: XLA:CPU takes some kilobytes for small
