@@ -96,7 +96,18 @@ def by_optimize(case: Case, adjoint: Any, scale: float = -1024.0) -> tuple[Any, 
     return found.history[0].value, jax.tree.map(lambda after, before: (after - before) / scale, found.hypers, case.h)
 
 
-META_MODES = {"hypergradient": by_hypergradient, "optimize": by_optimize}
+def by_pulls(case: Case, adjoint: Any) -> tuple[Any, Any]:
+    """One of several derivatives of one run, as `jax.jacrev` takes them."""
+
+    def several(h: Any) -> tuple[Any, Any]:
+        value, pull = jax.vjp(lambda h: case.value(h, case.key, adjoint), h)
+        return value, jax.vmap(lambda c: pull(c)[0])(jnp.array([2.0, 1.0], value.dtype))
+
+    value, found = jax.jit(several)(case.h)
+    return value, jax.tree.map(lambda x: x[1], found)
+
+
+META_MODES = {"hypergradient": by_hypergradient, "optimize": by_optimize, "pulls": by_pulls}
 
 
 def asked(case: Case, mode: str) -> list[tuple[dict[str, Any], Any]]:

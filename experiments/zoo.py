@@ -4,10 +4,11 @@
 
 The zoo is in `tests/adversarial`: losses as people write them, many with derivative rules of their own. Each is trained for
 a few steps and differentiated in its initial parameters, theta and the rate, or in some of them by turns: eagerly, in
-programs of one and of several lanes, by microbatches (the mean of two batches, each one part), and along the other ways to
-run. In float64 the two roads agree to 1e-9, leaf by leaf; in float32 the result is finite, and near that of float64 where
-the loss is smooth. The oracle is judged too, once for each loss: beside differences of the run where those make sense, and
-beside SGD written down plainly with `lax.scan`. Exit status 1 if one differs, is refused or crashes.
+programs of one and of several lanes, by microbatches (the mean of two batches, each one part), along the other ways to
+run, and by several pulls through one run, as `jax.jacrev` makes them. In float64 the two roads agree to 1e-9, leaf by leaf;
+in float32 the result is finite, and near that of float64 where the loss is smooth. The oracle is judged too, once for each
+loss: beside differences of the run where those make sense, and beside SGD written down plainly with `lax.scan`. Exit status
+1 if one differs, is refused or crashes.
 
 With `--together` up to five losses are one program, of their sum, in float64 alone, and each rule is tried in one of the
 modes, by turns: an hour where everything takes a day.
@@ -47,6 +48,7 @@ WAYS = {  # other ways to run what Python calls
     "stored": hg.Reversible(buffer="host"),
     "isolated": hg.Reversible(isolate=True),
 }
+PULLS = "pulls"
 MODES = (*_judge.MODES, MICROBATCHES)
 ASKED = (("params", "theta", "rate"), ("theta",), ("rate",), ("theta", "rate"))  # what is differentiated, by turns
 VARIED = (("key",), ("rate",))  # what differs between lanes, by turns
@@ -183,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--only", nargs="*", metavar="NAME", choices=list(zoo.entries()), help="these losses; else all")
     which.add_argument("--together", action="store_true", help="up to five losses as one, each rule in one mode")
-    parser.add_argument("--modes", nargs="+", choices=(*MODES, *WAYS), default=MODES)
+    parser.add_argument("--modes", nargs="+", choices=(*MODES, *WAYS, PULLS), default=MODES)
     parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
     parser.add_argument("--dtypes", nargs="+", choices=("float64", "float32"), default=("float64", "float32"))
     parser.add_argument("--steps", type=int, default=STEPS)

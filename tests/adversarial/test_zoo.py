@@ -15,7 +15,7 @@ from experiments._judge import Verdict
 GROUPS = script.groups(size=7)[::3]
 RULES = list(script.RULES)
 MODES = ("jit", "vmap", "eager")
-OTHERS = (script.MICROBATCHES, *script.WAYS)
+OTHERS = (script.MICROBATCHES, *script.WAYS, script.PULLS)
 ALONE = [group for group in script.groups() if len(group) == 1][:3]
 SHORT = {0, 6}  # images, and derivative rules of one's own
 
