@@ -54,6 +54,6 @@ def test_a_difference_is_told_and_each_rule_has_each_mode(monkeypatch: pytest.Mo
 @pytest.mark.long
 @pytest.mark.parametrize("i", range(len(GROUPS)))
 def test_by_microbatches_and_in_every_way_to_run(i: int) -> None:
-    group, rule, mode = GROUPS[i], RULES[i % len(RULES)], OTHERS[(i // len(RULES)) % len(OTHERS)]
+    group, rule, mode = GROUPS[i], RULES[i % len(RULES)], OTHERS[i % len(OTHERS)]
     for asked, verdict in script.in_float64(group, rule, [mode], turn=i, steps=4):
         assert verdict.fine, (asked, [entry.name for entry in group], verdict)
