@@ -22,7 +22,7 @@ from hypergrad.errors import OK, Status
 from hypergrad.exact import all_of
 from hypergrad.optimizers.chain import PARAMS
 from hypergrad.run.fingerprints import print_of, state_prints
-from hypergrad.run.forward import Seen, steps_of, theta_of_step, train_step
+from hypergrad.run.forward import Seen, same_losses, steps_of, theta_of_step, train_step
 from hypergrad.run.per_step import join_steps, split
 from hypergrad.run.plan import by_link, schedules
 from hypergrad.run.spec import Inputs, Run
@@ -171,7 +171,7 @@ def _judge(
     magnitudes: Any,
 ) -> _Judged:
     status = assess(run, inputs.values, inputs.h, plan, end, note(run, seen.losses, None, 0), capacity)
-    found = matches_initial(run, inputs.values, last) & all_of(seen.losses == again.losses)
+    found = matches_initial(run, inputs.values, last) & all_of(same_losses(seen.losses, again.losses))
     first, largest = magnitudes
     return _Judged(status, _content(run, inputs, plan, end), jnp.maximum(first, largest.max()), found)
 

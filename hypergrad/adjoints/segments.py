@@ -13,7 +13,7 @@ from jax import Array
 from hypergrad.adjoints.backward import Pushed, undo
 from hypergrad.exact import Mark, all_of
 from hypergrad.optimizers.expand import Hypers
-from hypergrad.run.forward import Seen, forward, steps_of, steps_within
+from hypergrad.run.forward import Seen, forward, same_losses, steps_of, steps_within
 from hypergrad.run.plan import Plan, Span, marks
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Capacity
@@ -77,22 +77,11 @@ def _added_up(run: Run, dh: list[Hypers]) -> list[Hypers]:
 
 
 def _agree(run: Run, seen: Seen, again: Seen) -> Array:
+    """A batch may differ where no gradient does."""
     batches = jnp.bool_(True)
     if seen.batches is not None and again.batches is not None:
         batches = all_of(jnp.equal(seen.batches, again.batches))
-    return jnp.stack([all_of(_same(seen.losses, again.losses, run.isolate)), batches])[None]
-
-
-def _same(losses: Array, again: Array, exactly: bool) -> Array:
-    """Whether both passes saw the same losses: bit for bit, or where they come from beside a derivative half of their
-    digits.
-
-    A batch may differ where the gradient does not.
-    """
-    if exactly:
-        return jnp.equal(losses, again)
-    tolerance = float(jnp.finfo(losses.dtype).eps) ** 0.5
-    return jnp.abs(losses - again) <= tolerance * jnp.maximum(jnp.abs(losses), jnp.abs(again))
+    return jnp.stack([all_of(same_losses(seen.losses, again.losses, run.isolate)), batches])[None]
 
 
 def replay(

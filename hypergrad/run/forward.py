@@ -27,6 +27,19 @@ class Seen(NamedTuple):
     metrics: Any = ()  # on the way out: scalars, each [steps]
 
 
+def same_losses(losses: Array, again: Array, apart: bool = True) -> Array:
+    """Whether both passes saw the same losses, bool like them: all but the last six bits, or half of the digits where they
+    come from beside a derivative.
+
+    Not all bits. XLA:CPU tells LLVM whether a kernel writes over one of its operands, as it may in one pass alone, and by
+    that LLVM fuses one product of a sum or another. No derivative depends on the value of a loss; gradients must have the
+    same bits, or the state does not come back.
+    """
+    eps = float(jnp.finfo(losses.dtype).eps)
+    tolerance = min(2**6 * eps, eps**0.5) if apart else eps**0.5
+    return jnp.abs(losses - again) <= tolerance * jnp.maximum(jnp.abs(losses), jnp.abs(again))
+
+
 def forward(run: Run, inputs: Inputs, state: State, xs: Any) -> tuple[State, Seen, Array]:
     """Train: `step` at the steps of xs, as `steps_of` gives them; also `sizes` of gradients.
 

@@ -11,7 +11,7 @@ from jax import Array
 
 from hypergrad._isolation import kernel_by_kernel
 from hypergrad.exact import Mark
-from hypergrad.run.forward import theta_of_step
+from hypergrad.run.forward import same_losses, theta_of_step
 from hypergrad.run.per_step import join_steps, split
 from hypergrad.run.plan import by_link, entries_of
 from hypergrad.run.spec import Inputs, Run
@@ -46,7 +46,7 @@ def rewound(
         here = jax.tree.map(lambda x: x[t], (stepped, theta_stepped))
         own = jax.tree.map(lambda x: x[t - first], entries)
         state, loss = _back(run, inputs, t, state, (constant, theta), here, own)
-        return state, same & (loss == losses[t])
+        return state, same & same_losses(loss, losses[t])
 
     return jax.lax.fori_loop(0, count, body, (state, jnp.bool_(True)))
 

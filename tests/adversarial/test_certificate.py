@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import every_value, long, some_of
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import hypergrad as hg
 from hypergrad import _programs as programs
+from hypergrad.run.forward import same_losses
 from hypergrad.run.step import Slot
 
 
@@ -112,6 +115,63 @@ def test_a_loss_that_changes_where_its_gradient_does_not(compile: Any) -> None:
 
     assert jnp.isnan(compile(jax.grad(f))(jnp.zeros(2))).all()
     assert not hg.check_reversal(impure, jnp.zeros(2), hg.SGD(0.05, 0.5), hg.full_batch(W), steps=3).exact
+
+
+@given(loss=st.floats(2.0**-96, 2.0**127, width=32), last=st.integers(-32, 32))
+@example(loss=0.0, last=0)
+def test_the_last_bits_of_a_loss_may_differ(loss: float, last: int) -> None:
+    again = np.float32(loss) * np.float32(1 + last * 2.0**-23)
+    assert same_losses(jnp.float32(loss), again) and same_losses(jnp.float32(-loss), -again)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_no_more_of_a_loss_may_differ(dtype: str) -> None:
+    with jax.enable_x64(True):
+        eps = float(jnp.finfo(dtype).eps)
+        ones, nan = jnp.ones(3, dtype), jnp.array([jnp.nan, 1, 1], dtype)
+        for apart, most in ((True, min(64 * eps, eps**0.5)), (False, eps**0.5)):
+            near, far = (ones.at[1].add(-factor * most) for factor in (0.5, 2))
+            assert same_losses(ones, near, apart).all()
+            assert same_losses(ones, far, apart).tolist() == [True, False, True]
+            assert same_losses(nan, nan, apart).tolist() == [False, True, True]
+
+
+ROUNDED, OTHER = 2.0**-48, 1e-9  # what a kernel of XLA's may differ by in two passes, and what none does
+
+
+def drifting(change: float) -> Callable[[Any, Any], Any]:
+    """A loss with a constant that grows by `change` of itself each time; its gradient does not."""
+    count = itertools.count()
+    shape = jax.ShapeDtypeStruct((), jnp.float64)
+
+    def function(w: Any, _: Any, batch: Any) -> Any:
+        one = jax.pure_callback(lambda _: np.float64(1.0 + next(count) * change), shape, jnp.float64(0.0))
+        return jnp.sum((w - batch) ** 4) + jax.lax.stop_gradient(one)
+
+    return function
+
+
+@pytest.mark.parametrize("compile", [eagerly, long(jax.jit)])
+@pytest.mark.parametrize(("change", "same"), [(ROUNDED, True), (OTHER, False)])
+def test_losses_that_differ_in_their_last_bits_are_the_same(change: float, same: bool, compile: Any) -> None:
+    """Where gradients are computed apart from their derivatives: whether the state came back is told by its own bits."""
+    with jax.enable_x64(True):
+        data, w = jnp.asarray(W, jnp.float64), jnp.zeros(3, jnp.float64)
+
+        def end(w: Any, function: Any, adjoint: Any, throw: bool = True) -> Any:
+            run = hg.train(function, w, hg.Adam(0.1), hg.full_batch(data), steps=3, adjoint=adjoint, throw=throw)
+            return jnp.sum(run.params**2)
+
+        found = compile(jax.grad(lambda w: end(w, drifting(change), hg.Reversible(), throw=False)))(w)
+        if same:
+            np.testing.assert_allclose(found, jax.grad(lambda w: end(w, drifting(0.0), hg.Unrolled()))(w), rtol=1e-9)
+        else:
+            assert jnp.isnan(found).all()
+            with pytest.raises(hg.ReversalError, match="losses"):
+                jax.grad(lambda w: end(w, drifting(change), hg.Reversible()))(w)
+        certificate = hg.check_reversal(drifting(change), w, hg.Adam(0.1), hg.full_batch(data), steps=3)
+        assert certificate.exact == same
+        assert same or (certificate.first_mismatch.cause, certificate.first_mismatch.place) == ("loss", "the losses")
 
 
 @pytest.fixture
