@@ -100,7 +100,8 @@ def plan(
 
     adjoint: this one alone; None: `Reversible`, the same with words on the host, `Checkpointed` and `Unrolled`, in their
     defaults, and for `hg.host_batches` the first two. memory_budget: bytes, or a string such as "512MiB"; None: no limit.
-    measure: whether to run at all. Raises what `hg.train` raises, and ValueError for a budget that is none.
+    measure: whether to run at all. Raises what `hg.train` raises, and ValueError for a budget that is none, or where values
+    are not known: inside of `jax.jit`, `jax.vmap` or `jax.grad`.
     """
     if not concrete((params, optimizer, theta, state, statistics, jnp.zeros(()))):
         raise ValueError(
