@@ -260,22 +260,27 @@ def alike(args: Any) -> tuple[Any, ...]:
     return tree, tuple((jax.typeof(x), x.sharding if getattr(x, "committed", False) else None) for x in leaves)
 
 
-# All lanes of the processor. No option that decides which copies are made: with `xla_cpu_copy_insertion_use_region_analysis`
-# XLA overwrites what a scan still reads where a loss sets a row by index, and the plain gradient is wrong.
-_FOR_CPU = {"xla_cpu_prefer_vector_width": 512}
+# CPU: all lanes of the processor, and no option that decides which copies are made. With
+# `xla_cpu_copy_insertion_use_region_analysis` XLA overwrites what a scan still reads where a loss sets a row by index, and
+# the plain gradient is wrong. GPU: what is scattered is added in one order, so that an embedding's gradient has its bits
+# twice.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "cpu": {"xla_cpu_prefer_vector_width": 512},
+    "gpu": {"xla_gpu_exclude_nondeterministic_ops": True},
+}
 
 
 @functools.cache
 def compiler_options() -> dict[str, Any] | None:
     """How `hg.optimize` has XLA compile, for an outermost `jax.jit` of your own: jax.jit(f, compiler_options=this).
 
-    On CPUs: vectors are as wide as the processor's. None elsewhere, or where XLA does not know the option. JAX takes none
-    for a jit inside of another.
+    On CPUs: vectors are as wide as the processor's. On GPUs: no sum of which the order changes from run to run. None
+    elsewhere, or where XLA does not know the option. JAX takes none for a jit inside of another.
     """
-    if jax.default_backend() != "cpu":
+    if (options := _OPTIONS.get(jax.default_backend())) is None:
         return None
     try:
-        jax.jit(lambda: 0, compiler_options=_FOR_CPU)()
+        jax.jit(lambda: 0, compiler_options=options)()
     except jax.errors.JaxRuntimeError:  # another version of XLA may not know them
         return None
-    return dict(_FOR_CPU)
+    return dict(options)

@@ -188,10 +188,10 @@ def _not_reversed(place: int, where: str) -> str:
     return (
         f"the reversed run did not {back}, {otherwise}. Unless isolate=False was passed, it was tried with gradients "
         "compiled apart from their derivatives too. So something else differed between the passes: a sum that this device "
-        "adds up in no fixed order, an increment of an optimizer of your own (hg.testing.check_optimizer), or a loss that "
-        "calls Python and gets another answer. If it is none of these, it is a defect of hypergrad: please report it. "
-        "hg.check_reversal(...) names the step, the place and the cause; hg.Checkpointed() and hg.Unrolled() reverse "
-        "nothing."
+        "adds up in no fixed order (on a GPU, in a jax.jit of your own: give it compiler_options=hg.compiler_options()), an "
+        "increment of an optimizer of your own (hg.testing.check_optimizer), or a loss that calls Python and gets another "
+        "answer. If it is none of these, it is a defect of hypergrad: please report it. hg.check_reversal(...) names the "
+        "step, the place and the cause; hg.Checkpointed() and hg.Unrolled() reverse nothing."
     )
 
 

@@ -41,6 +41,13 @@ FLAGS = {
     "exclude nondeterministic, no autotuning": "--xla_gpu_exclude_nondeterministic_ops=true --xla_gpu_autotune_level=0",
 }
 
+# Where gradients are computed, beside their derivatives or apart, and by which options.
+WAYS: dict[str, tuple[bool | None, Any]] = {
+    "beside": (False, dict),
+    "apart": (True, dict),
+    "hg.compiler_options": (None, hg.compiler_options),
+}
+
 # Bytes that a step must move per parameter, were each array read and written once: the integers of w and v and
 # a word, each way; a gradient. On the way back, the two cotangents and the product besides.
 FORWARD_BYTES = 2 * (8 + 8 + 2) + 4
@@ -116,11 +123,11 @@ def certify(config: Config) -> dict[str, Any]:
 
 
 def certified(task: Task) -> dict[str, str]:
-    """One model under the flags of this process: gradients beside their derivatives, and apart."""
+    """One model under the flags of this process: gradients beside their derivatives, apart, and as the library compiles."""
     reference, found = run(next(road for road in roads.ROADS if road.name == "remat"), task), {}
-    for how, isolate in (("beside", False), ("apart", True)):
+    for how, (isolate, options) in WAYS.items():
         try:
-            gradient = run(reversed_by(hg.Reversible(driver="scan", isolate=isolate)), task)
+            gradient = run(reversed_by(hg.Reversible(driver="scan", isolate=isolate))._replace(options=options), task)
             found[how] = f"exact, relative error {distance(gradient, reference):.1e}"
         except (hg.ReversalError, jax.errors.JaxRuntimeError) as error:
             text = next((x for x in str(error).splitlines() if "did not return" in x), str(error)[:200])
@@ -185,7 +192,8 @@ def layer(config: Config) -> dict[str, Any]:
 
 
 def transformer(config: Config) -> dict[str, Any]:
-    """Roads that keep few enough states, compiled whole; those that would need more memory take fewer steps."""
+    """Roads that keep few enough states, compiled whole; those that would need more memory take fewer steps. All of them by
+    `hg.compiler_options()`: the gradient of an embedding must have its bits twice."""
     task = transformer_task(config.transformer_steps, 768, 12, 12, 256, 25_000, 8)
     if config.tiny:
         task = transformer_task(4, 4, 1, 2, 3, 5, 2, 6)
@@ -193,7 +201,7 @@ def transformer(config: Config) -> dict[str, Any]:
     task = task._replace(learning_rate=0.01)
     statistic = jax.devices()[0].memory_stats() or {}
     limits = Limits(1, config.seconds, bytes=config.fraction * statistic.get("bytes_limit", 5e9))
-    chosen = [road for road in roads.ROADS if road.name in config.roads]
+    chosen = [road._replace(options=hg.compiler_options) for road in roads.ROADS if road.name in config.roads]
     rows = measure(task, chosen, limits, config.tolerance, show=print)
     for row in rows:
         print(line(row))

@@ -11,6 +11,7 @@ import pytest
 from covering import some_of
 
 import hypergrad as hg
+from hypergrad import _programs as programs
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,18 @@ def test_our_options_keep_gradients(how: str) -> None:
     found = jax.jit(both, compiler_options=hg.compiler_options())(w, jnp.asarray(INDEX))
     for a, b in zip(found, both(w, jnp.asarray(INDEX)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-14)
+
+
+@pytest.mark.parametrize("backend, expected", [("gpu", {"xla_gpu_exclude_nondeterministic_ops": True}), ("tpu", None)])
+def test_a_gpu_adds_in_one_order(backend: str, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA knows the option on a CPU, too, where it changes nothing."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert hg.compiler_options.__wrapped__() == expected  # type: ignore[attr-defined]
+
+
+def test_an_option_that_xla_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(programs._OPTIONS, "cpu", {"xla_of_another_version": True})
+    assert hg.compiler_options.__wrapped__() is None  # type: ignore[attr-defined]
 
 
 @pytest.mark.long
