@@ -1,6 +1,7 @@
 """A run that did not come back has no numbers: every float is NaN, of whatever dtype, wherever nobody raises."""
 
 import itertools
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -172,6 +173,21 @@ def test_losses_that_differ_in_their_last_bits_are_the_same(change: float, same:
         certificate = hg.check_reversal(drifting(change), w, hg.Adam(0.1), hg.full_batch(data), steps=3)
         assert certificate.exact == same
         assert same or (certificate.first_mismatch.cause, certificate.first_mismatch.place) == ("loss", "the losses")
+
+
+@pytest.mark.parametrize("change", [ROUNDED, OTHER])
+def test_a_record_goes_back_over_losses_of_other_last_bits(change: float, tmp_path: pathlib.Path) -> None:
+    """It takes no loss that calls Python, which could drift: so what training saw is changed."""
+    with jax.enable_x64(True):
+        w, batches = jnp.ones(3, jnp.float64), hg.full_batch(jnp.asarray(W))
+        loss = lambda w, _, batch: jnp.sum((w - batch) ** 4)  # noqa: E731
+        record = hg.record(loss, w, hg.Adam(0.1), batches, steps=3, folder=tmp_path / "record")
+        record._end = record._end._replace(losses=record._end.losses.at[1].multiply(1 + change))
+        if change == ROUNDED:
+            np.testing.assert_array_equal(record.rewind(0).params, w)
+        else:
+            with pytest.raises(hg.ReversalError, match="does not lead back to step 0"):
+                record.rewind(0)
 
 
 @pytest.fixture
