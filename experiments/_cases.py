@@ -27,6 +27,7 @@ LATER_SEEDS = 1_000_000  # of rules that came later: all before stay as they wer
 SEEDS_THAT_READ = 2_000_000  # rows of theta by index, and one value of it per step
 SEEDS_IN_PARTS = 3_000_000  # train with microbatches
 WIDE_SEEDS = 4_000_000  # of rules of matrices and partitions, other roads back, runs that go on, and metrics
+COMPLEX_SEEDS = 5_000_000  # of those, with a complex number in theta, made of two real hyperparameters
 
 
 class Drawn(NamedTuple):
@@ -85,6 +86,8 @@ def draw(seed: int) -> Drawn:
     h = {"params": arrays.dict(params), "theta": arrays.dict(theta)}
     if "each" in theta:
         h["theta"]["each"] = arrays((8,))  # as many as there are steps are taken
+    if seed >= COMPLEX_SEEDS:
+        h["theta"]["plane"] = arrays((2,))
     rule, said = rule_of(arrays, one, chance, name, h)
     if evidence:
         h["means"] = {"seen": np.float64(0.1), "row": rng.normal(size=4)}
@@ -115,7 +118,18 @@ def draw(seed: int) -> Drawn:
 
 
 def _theta(theta: dict[str, Any], steps: int) -> dict[str, Any]:
-    return theta | ({"each": hg.PerStep(theta["each"][:steps])} if "each" in theta else {})
+    each = {"each": hg.PerStep(theta["each"][:steps])} if "each" in theta else {}
+    return theta | each | ({"plane": jax.lax.complex(*theta["plane"])} if "plane" in theta else {})
+
+
+def _in_the_plane(loss: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """The loss with a number that a complex one moves, by both of its parts."""
+
+    def moved(params: Any, theta: Any, batch: Any) -> Any:
+        z = theta["plane"]
+        return loss(params, theta | {"s0": theta["s0"] + jnp.real(z) / 2 + jnp.imag(z * z) / 3}, batch)
+
+    return moved
 
 
 def _of_one_row(loss: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
@@ -126,7 +140,7 @@ def _of_one_row(loss: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any
 def _metric(params: Any, theta: Any, batch: Any, state: Any, hypers: Any) -> dict[str, Any]:
     def mean(tree: Any) -> jax.Array:
         floats = [jnp.asarray(x) for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-        return sum((jnp.mean(jnp.sin(x)) for x in floats if x.size), jnp.zeros(()))
+        return sum((jnp.mean(jnp.sin(jnp.real(x) + jnp.imag(x))) for x in floats if x.size), jnp.zeros(()))
 
     return {"params": mean(params), "theta": mean(theta), "state": mean(state), "hypers": mean(hypers)}
 
@@ -136,6 +150,7 @@ def _case(
     varied: tuple[str, ...], again: bool, measured: bool,
 ) -> Case:  # fmt: skip
     dtype = jnp.result_type(float)
+    loss = _in_the_plane(loss) if "plane" in h["theta"] else loss
     h = jax.tree.map(lambda x: jnp.asarray(x, dtype), h)
     data = {k: np.asarray(x, np.int32 if x.dtype.kind == "i" else dtype) for k, x in data.items()}
 

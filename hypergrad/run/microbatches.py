@@ -6,7 +6,7 @@ same program, rounded once, and added to the others as integers.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -66,10 +66,12 @@ class Microbatches:
         like = self._like(function, shared, batch)
         leaves, tree = jax.tree.flatten(like)
         of_leaves = jax.tree.leaves(jax.tree.map(lambda kind, x: jax.tree.map(lambda _: kind, x), kinds, like))
-        flat = lambda shared, part: once_each(lambda *a: jax.tree.leaves(function(*a)), shared, part)  # noqa: E731
+        made = [(kind, part) for kind, x in zip(of_leaves, leaves, strict=True) for part in _real_parts(x)]
+        computed = lambda *a: [part for x in jax.tree.leaves(function(*a)) for part in _real_parts(x)]  # noqa: E731
+        flat = functools.partial(once_each, computed)
         with own_settings():
-            found = self._spread(flat, list(zip(of_leaves, leaves, strict=True)), shared, batch, jnp.float64(unit))
-        return jax.tree.unflatten(tree, found)
+            found = iter(self._spread(flat, made, shared, batch, jnp.float64(unit)))
+        return jax.tree.unflatten(tree, [_of_real_parts(x, found) for x in leaves])
 
     def mean_of_floats(self, function: Callable[..., Any], shared: Any, batch: list[Any]) -> Any:
         """`mean` in floats, differentiable any number of times."""
@@ -146,6 +148,21 @@ class Microbatches:
             kept = all_parts(exponents)
         rows = zip(made, kept, about(exponents), strict=True)
         return [kind.mean(k, x, of) for (kind, x), k, of in rows]
+
+
+def _real_parts(x: Any) -> list[Any]:
+    """What is added up of an array, or of its `ShapeDtypeStruct`: [x], or real and imaginary parts of a complex one."""
+    if not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return [x]
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return [jax.ShapeDtypeStruct(x.shape, jnp.finfo(x.dtype).dtype)] * 2
+    return [x.real, x.imag]
+
+
+def _of_real_parts(like: Any, parts: Iterator[Array]) -> Array:
+    """The inverse, of the next of the parts."""
+    part = next(parts)
+    return jax.lax.complex(part, next(parts)) if jnp.issubdtype(like.dtype, jnp.complexfloating) else part
 
 
 _FIRST, _LAST, _DONE = np.int32(0), np.int32(1), np.int32(2)  # rounds
