@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
@@ -114,4 +115,4 @@ def widened(tree: Any) -> Any:
 
 def wide(x: Array) -> Any:
     """What sums are computed in: that of numbers of 16 bits may overflow where their mean does not."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return np.promote_types(x.dtype, np.float32)

@@ -120,6 +120,23 @@ def reject_explicit(given: dict[str, Any]) -> None:
                 )
 
 
+def reject_varying(inputs: Any) -> None:
+    """An error inside of a `jax.shard_map` that has types say what differs between devices: those of a loop's carry may not
+    change, and here constants become such arrays."""
+    axes = sorted({str(name) for x in jax.tree.leaves(inputs) for name in _varying(x)})
+    if axes:
+        raise TypeError(
+            f"hg.train inside of jax.shard_map got arrays that differ between devices along {', '.join(map(repr, axes))}. "
+            "Pass check_vma=False to that jax.shard_map: then each device trains and is checked for itself."
+        )
+
+
+def _varying(x: Any) -> frozenset[Any]:
+    kind = jax.typeof(x)
+    found: frozenset[Any] = getattr(getattr(kind, "manual_axis_type", kind), "varying", getattr(kind, "vma", frozenset()))
+    return found
+
+
 def _explicit_axes(x: Any) -> tuple[str, ...]:
     """Of an array whose value is known; under `jax.jit` JAX keeps the types itself, and it may go well."""
     return _explicit(getattr(sharding_of(x), "mesh", None))

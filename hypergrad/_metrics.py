@@ -16,7 +16,7 @@ from hypergrad import _programs as programs
 from hypergrad._closures import name_in, name_of
 from hypergrad._mended import mended
 from hypergrad._programs import Program
-from hypergrad._trace import Traced, key_today, rules_of
+from hypergrad._trace import Traced, key_today, reads_axes, rules_of
 from hypergrad.hypers import describe
 from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import PARAMS, Optimizer
@@ -101,7 +101,12 @@ def _among(traced: Traced, found: Metrics, leaves: list[Any], stepped: Any, rest
     frozen = traced.frozen._replace(metrics=[programs.owned(x) for x in rest])
     before = len(traced.frozen.theta) + len(traced.frozen.loss) + len(traced.frozen.signals)
     return traced._replace(
-        functions=dataclasses.replace(traced.functions, metrics=found, theta=theta),
+        functions=dataclasses.replace(
+            traced.functions,
+            metrics=found,
+            theta=theta,
+            collective=traced.functions.collective or reads_axes(found.program),
+        ),
         theta=[*traced.theta, *leaves],
         frozen=frozen,
         names=(*traced.names[:before], *("what the metric closes over" for _ in rest), *traced.names[before:]),

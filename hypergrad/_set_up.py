@@ -12,7 +12,7 @@ import numpy as np
 
 from hypergrad import _door as door
 from hypergrad import _programs as programs
-from hypergrad._meshes import reject_explicit
+from hypergrad._meshes import reject_explicit, reject_varying
 from hypergrad._metrics import CALL, measured
 from hypergrad._microbatches import check_loss, spread
 from hypergrad._numbers import check_numbers
@@ -90,6 +90,7 @@ def set_up(problem: Problem, adjoint: Adjoint = Reversible(), throw: bool = True
     )
     run = with_foreign(run, out.values, of_one_step, seen)
     inputs = Inputs(out.values, h, traced.theta, traced.frozen)
+    reject_varying(inputs)
     return run, inputs, About(out.layers, jax.tree.structure(params), statistics_tree, adjoint.begins_at(steps))
 
 

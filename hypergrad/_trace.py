@@ -79,7 +79,7 @@ def trace(problem: Problem) -> Traced:
         rules_of(problem.loss, program, constants, arguments),
         symmetric=_symmetric(program.jaxpr),
         narrow=_narrow(program.jaxpr),
-        collective=_collective(program) or _collective(source.batch),
+        collective=any(map(reads_axes, (program, source.batch, *([of_signals.program] if of_signals else [])))),
         sure=not any("callback" in e.primitive.name or e.primitive.name == "ffi_call" for e in source.equations),
         signals=of_signals,
     )
@@ -162,7 +162,7 @@ def with_foreign(run: Run, values: list[Floats], h: list[Hypers], statistics: An
     def note(what: str, function: Callable[..., Any], held_by: Any, *args: Any) -> None:
         nonlocal collective
         program, held = programs.trace(function, *args)
-        collective |= _collective(program)
+        collective |= reads_axes(program)
         key: Hashable = key_today(program)
         if any(map(own_rule, equations(program.jaxpr))):
             derived, held = _derived(function, args) or (object(), held)
@@ -244,7 +244,8 @@ def key_today(program: Program) -> Key:
     return Key((object(),)) if any(map(own_batching, equations(program.jaxpr))) else program.key
 
 
-def _collective(program: Program) -> bool:
+def reads_axes(program: Program) -> bool:
+    """Whether it speaks of an axis that a `jax.vmap` around the run has named."""
     return any(type(effect).__name__ == "NamedAxisEffect" for effect in program.jaxpr.effects)
 
 

@@ -39,7 +39,7 @@ def concrete_dropout(key: Array, x: Array, rate: Any, temperature: float = 0.1) 
                 "Without dropout, leave it out: at its ends a rate has no derivative."
             )
     x = jnp.asarray(x)
-    wide = jnp.promote_types(x.dtype, jnp.float32)  # of 16 bits, noise has too few levels for small rates
+    wide = np.promote_types(x.dtype, np.float32)  # of 16 bits, noise has too few levels for small rates
     rate = jnp.asarray(rate).astype(wide)
     logit = jnp.log1p(-rate) - jnp.log(rate) + jax.random.logistic(key, x.shape, wide)
-    return (x * jax.nn.sigmoid(logit / temperature) / (1 - rate)).astype(x.dtype)
+    return (x.astype(wide) * jax.nn.sigmoid(logit / temperature) / (1 - rate)).astype(x.dtype)

@@ -180,13 +180,25 @@ def derivative(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> An
 
     def make() -> Any:
         with own_settings():
-            return jax.jit(functools.partial(pulled, adjoint, run, wanted, zeros)).lower(like).compile()
+            traced = jax.jit(functools.partial(pulled, adjoint, run, wanted, zeros)).trace(like)
+            _reject_axes(traced.jaxpr.effects)
+            return traced.lower().compile()
 
     shapes = tuple((x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(like))
     ledger = current_ledger()  # who listens is told by the program, and says how much room there is
     setting = None if ledger is None else (ledger.capacity, ledger.room), watched(), probing()
     key = derivative, adjoint, run.bare(), wanted, zeros, setting, jax.tree.structure(like), shapes
     return programs.kept(key, make)
+
+
+def _reject_axes(effects: Any) -> None:
+    """A program that reads an axis of a `jax.vmap` around it is none by itself."""
+    names = sorted(str(e.name) for e in effects if type(e).__name__ == "NamedAxisEffect")
+    if names:
+        raise TypeError(
+            f"hg.Auto asks XLA what one run takes, and cannot where training reads the axis {names[0]!r} of a jax.vmap "
+            "around it. Take hg.Reversible(), or hg.Reversible(memory_budget=...)."
+        )
 
 
 def _is_zero(x: Any) -> bool:

@@ -1,8 +1,9 @@
 """`Reversible`: the derivative of training from its reversal. The only custom VJP of the library."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -198,7 +199,8 @@ def _run_bwd(run: Run, room: Room, residuals: Residuals, ct: Outcome) -> tuple[A
     followed = not all(_is_zero(x) for j in run.statistics for x in ct.values[j].values())
     known, wanted = residuals.known, Wanted(residuals.known.theta, followed)
     run = dataclasses.replace(run, first=known.first, segments=known.segments, every=known.every, asked=known.h)
-    back = run_backward(run, wanted, inputs, residuals.ends, residuals.seen, dvalues, pushed, again=known.again)
+    with _told_of_axes():
+        back = run_backward(run, wanted, inputs, residuals.ends, residuals.seen, dvalues, pushed, again=known.again)
     status = _certificate(run, residuals.status, back, _faint([dvalues[j][PARAMS] for j in run.parameters]))
     if run.watch == "norms":
         trace(status, residuals.seen.losses, **back.watched)
@@ -206,6 +208,22 @@ def _run_bwd(run: Run, room: Room, residuals: Residuals, ct: Outcome) -> tuple[A
     dvalues, dh, dtheta = mask(ok, back.gradients)
     dh = [{key: own.get(key) for key in h} for own, h in zip(dh, inputs.h, strict=True)]  # None: it is in another block's
     return dvalues, dh, dtheta, None
+
+
+@contextlib.contextmanager
+def _told_of_axes() -> Iterator[None]:
+    """JAX calls this pass without the axes that a `jax.vmap` outside of the training names."""
+    try:
+        yield
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        name = str(error).partition("axis name: ")[2].partition(".")[0]
+        raise TypeError(
+            f"this differentiates a jax.vmap whose axis {name!r} is read inside of hg.train (a mean over it, say), and JAX "
+            "does not hand the axis to the reverse pass of a reversal. Differentiate inside, jax.vmap(jax.grad(f), "
+            "axis_name=...), or pass adjoint=hg.Checkpointed() to hg.train."
+        ) from error
 
 
 _run.defvjp(_run_fwd, _run_bwd, symbolic_zeros=True)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from hypergrad._cpu_kernels import eigh
@@ -215,7 +216,7 @@ def layer_matrices(found: Found, use: Use, weights: list[Any], operands: list[An
 
 def wide(x: Array) -> Array:
     """In float32 at least."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(np.promote_types(x.dtype, np.float32))
 
 
 def spread(found: Found, use: Use, leaf: Array, matrix: Array) -> Array:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.lax import stop_gradient
 
@@ -102,7 +103,7 @@ def _whole_weight(
 ) -> Array:
     """before + (1 - before) (1 - the product of rho over the steps), by logarithms: see `_mean_weight` in adam.py. Those of
     the steps before `begin` are given."""
-    x = jnp.log(to_ratio(rho.astype(jnp.promote_types(rho.dtype, jnp.float32)), denominator, may_be_one))
+    x = jnp.log(to_ratio(rho.astype(np.promote_types(rho.dtype, np.float32)), denominator, may_be_one))
     total = jnp.sum(x[:steps], axis=0) if per_step else steps * x
     if begin:
         total = substitute(jnp.sum(x[begin:steps], axis=0) if per_step else (steps - begin) * x, total)

@@ -1,5 +1,6 @@
 """Settings of JAX that the caller has, devices among them; and sentences that name the argument and the cure."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -30,6 +31,16 @@ def test_strict_promotions(rule: str, compile: Any) -> None:
     np.testing.assert_allclose(ours, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_strict_promotions_of_default_decays_in_float64(dtype: Any) -> None:
+    with jax.enable_x64(True):
+        given = {"params": {"w": jnp.ones(2, dtype)}, "batches": hg.full_batch(jnp.zeros(2, dtype))}
+        f = lambda r: final(optimizer=hg.AdamW(r), **given)  # noqa: E731
+        expected = jax.grad(f)(dtype(0.1))
+        with jax.numpy_dtype_promotion("strict"):
+            assert jax.grad(f)(dtype(0.1)) == expected
+
+
 TypePromotionError = getattr(jax.errors, "TypePromotionError", Exception)
 
 
@@ -55,6 +66,48 @@ def test_an_axis_that_vmap_names(where: str) -> None:
     else:
         assert np.isfinite(ours[0]).all() and np.isfinite(ours[1]).all()
         np.testing.assert_allclose(ours[0], jax.jit(jax.vmap(lambda w: lane(w, where), axis_name="lanes"))(lanes), rtol=1e-5)
+
+
+MEAN_OF_LANES = {
+    "loss": {"loss": lambda w, theta, b: loss(w, theta, b) + jnp.sum((w["w"] - jax.lax.pmean(w["w"], "lanes")) ** 2)},
+    "metric": {"metric": lambda w, theta, b, state, hypers: jax.lax.pmean(jnp.sum(w["w"]), "lanes")},
+}
+
+
+@pytest.mark.parametrize("what", MEAN_OF_LANES)
+def test_a_derivative_of_lanes_that_see_each_other(what: str) -> None:
+    """JAX calls a custom rule without the axis there: an error that says what goes."""
+
+    def one(rate: Any, adjoint: Any) -> Any:
+        run = train(optimizer=hg.SGD(rate), adjoint=adjoint, **MEAN_OF_LANES[what])
+        return jnp.sum(run.params["w"] ** 2) + (jnp.sum(run.metrics) if what == "metric" else 0)
+
+    def all_lanes(f: Any, adjoint: Any) -> Any:
+        return jax.vmap(lambda rate: f(rate, adjoint), axis_name="lanes")
+
+    rates = jnp.array([0.1, 0.2])
+    inside = [all_lanes(jax.grad(one), adjoint)(rates) for adjoint in (hg.Reversible(), hg.Checkpointed())]
+    np.testing.assert_allclose(*inside, rtol=1e-5)
+    outside = lambda adjoint: jax.grad(lambda r: jnp.sum(all_lanes(one, adjoint)(r)))(rates)  # noqa: E731
+    np.testing.assert_allclose(outside(hg.Checkpointed()), inside[0], rtol=1e-5)
+    with fails(TypeError, "whose axis 'lanes' is read inside of hg.train", "jax.vmap(jax.grad(f)", "hg.Checkpointed()"):
+        outside(hg.Reversible())
+
+
+def test_a_budget_cannot_be_asked_for_one_of_several_lanes() -> None:
+    f = lambda rate: final(optimizer=hg.SGD(rate), adjoint=hg.Auto("1GiB"), **MEAN_OF_LANES["loss"])  # noqa: E731
+    with fails(TypeError, "hg.Auto asks XLA", "the axis 'lanes' of a jax.vmap", "hg.Reversible(memory_budget=...)"):
+        jax.vmap(jax.grad(f), axis_name="lanes")(jnp.array([0.1, 0.2]))
+
+
+def test_each_device_of_a_shard_map_trains_for_itself() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
+    slope = jax.grad(lambda rate: final(optimizer=hg.SGD(rate)))
+    rates, spec = jnp.array([0.1]), jax.sharding.PartitionSpec("d")
+    on_each = functools.partial(jax.shard_map, lambda r: slope(r[0])[None], mesh=mesh, in_specs=spec, out_specs=spec)
+    np.testing.assert_allclose(jax.jit(on_each(check_vma=False))(rates)[0], slope(rates[0]), rtol=1e-5)
+    with fails(TypeError, "hg.train inside of jax.shard_map", "along 'd'", "check_vma=False"):
+        jax.jit(on_each())(rates)
 
 
 ON_TWO_DEVICES = """
