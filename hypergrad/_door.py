@@ -34,8 +34,8 @@ _NEEDS_A_VALUE = (
     jax.errors.TracerIntegerConversionError,
 )
 _FLAX_CURES = {  # by the name of flax's error: flax is not imported here
-    "TraceContextError": "The loss changes a flax object that was made outside of it, most often a stream of random keys: "
-    "pass a key in the batch and call model(x, rngs=nnx.Rngs(key)).",
+    "TraceContextError": "The loss changes a flax object that was made outside of it. A stream of random keys: pass a key "
+    "in the batch and call model(x, rngs=nnx.Rngs(key)). Running statistics: nnx.merge(graph, params, rest, copy=True).",
     "ModifyScopeVariableError": "Running statistics are no parameters: make the layer with momentum=0, apply it with "
     "mutable=['batch_stats'], and return what it finds as the evidence of hg.train(..., statistics=...), or drop it.",
 }

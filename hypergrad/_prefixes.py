@@ -3,6 +3,7 @@
 Invariant: a hint is true of the two trees, and says what to write instead.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +12,9 @@ import jax
 
 def outline(tree: Any, is_leaf: Any = None) -> str:
     """The structure of a tree, or the class of a model, whose structure nobody can read."""
-    return f"an equinox {type(tree).__name__}" if isinstance(tree, eqx.Module) else str(jax.tree.structure(tree, is_leaf))
+    if isinstance(tree, eqx.Module):
+        return f"an equinox {type(tree).__name__}"
+    return f"a flax {type(tree).__name__}" if _is_of_flax(tree) else str(jax.tree.structure(tree, is_leaf))
 
 
 def hint(value: Any, tree: Any) -> str:
@@ -23,7 +26,14 @@ def hint(value: Any, tree: Any) -> str:
             f" A dict of field names is no prefix of {model}: make one of the model, rates = jax.tree.map(lambda _: 0.1, "
             "params), and change parts of it, equinox.tree_at(lambda m: m.layers[0], rates, 0.01)."
         )
+    if isinstance(value, dict) and _is_of_flax(tree):
+        return f" A dict is no prefix of it: make it a {type(tree).__name__} as well, {type(tree).__name__}({{...}})."
     return ""
+
+
+def _is_of_flax(tree: Any) -> bool:
+    """A FrozenDict or an nnx.State; flax is not imported here."""
+    return isinstance(tree, Mapping) and type(tree).__module__.startswith("flax.")
 
 
 def _model_by_names(value: Any, tree: Any) -> str:

@@ -25,6 +25,7 @@ from jax import Array
 from hypergrad._integers import as_int
 from hypergrad._meshes import in_automatic_axes
 from hypergrad._record_files import (
+    CURE,
     END,
     FORMAT,
     NAME,
@@ -113,13 +114,12 @@ class Record:
         self._run, self._inputs, self._about = run_of(made, folder)
         run, inputs = self._run, self._inputs
         about = opened(folder / NAME, LIMIT, unsealed)
-        here = prints_of(run, inputs)
+        self._prints = here = prints_of(run, inputs)
         there, name = about.get("prints"), about.get("words")
         known = about.get("format") == FORMAT and isinstance(there, dict) and there.keys() == here.keys()
         if not known or not re.fullmatch("words-[0-9a-f]+", str(name)):
-            raise StorageError(f"{folder / NAME} is no record of this version of hypergrad. Record again.")
+            raise StorageError(f"{folder / NAME} is no record of this version of hypergrad. {CURE}")
         compare(folder, there, here)
-        self._prints = here
         with own_settings():
             self._plan, first, _ = begin(run, inputs)
             like = {"end": like_end(run, inputs, self._plan, first)}

@@ -41,7 +41,8 @@ from hypergrad.run.step import State, final_values, initial_state
 
 
 NAME, END, CLAIM = "record.json", "end.npz", "recording"
-FORMAT = 5  # of `prints`, too
+FORMAT = 6  # of `prints`, too
+CURE = "To record again, empty the folder or name another."
 _IN_USE = (
     "`folder` {} holds files and no finished record: training was interrupted, another process records there, or it is used "
     "for something else. Empty it, or name another."
@@ -240,6 +241,6 @@ def opened(path: pathlib.Path, limit: int, parse: Callable[[bytes], Any]) -> Any
     try:
         return parse(read(path, limit))
     except Missing as error:
-        raise StorageError(f"{path} is missing: {path.parent} holds no whole record. Record again.") from error
+        raise StorageError(f"{path} is missing: {path.parent} holds no whole record. {CURE}") from error
     except Damaged as error:
-        raise StorageError(f"{path} {error}. Record again: nothing can be made of it.") from error
+        raise StorageError(f"{path} {error}: nothing can be made of it. {CURE}") from error

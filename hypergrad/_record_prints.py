@@ -30,6 +30,7 @@ from hypergrad.run.step import initial_state
 
 _MACHINE = ("jax", "processor", "flags")
 PRINTED = {
+    "steps": "the numbers of `steps`",
     "params": "`params`, `state` or `statistics`",
     "optimizer": "the hyperparameters of `optimizer`",
     "theta": "the values of `theta`",
@@ -68,6 +69,7 @@ def prints_of(run: Run, inputs: Inputs) -> dict[str, str]:
     """What makes a run what it is: {name: text}."""
     arrays = {"params": inputs.values, "optimizer": inputs.h, "theta": inputs.theta, "data": inputs.frozen}
     return {
+        "steps": str(run.steps),
         **{name: _digest(tree) for name, tree in arrays.items()},
         "program": _program(run, inputs),
         "jax": jax.__version__,

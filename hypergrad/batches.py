@@ -78,7 +78,8 @@ class HostBatches:
         self.load, self.steps = load, steps
         self.prints: dict[int, int] = {}  # of all batches seen, by step
         try:
-            first = load(0)
+            with jax.ensure_compile_time_eval():  # what it does in JAX is loading too, wherever this is called
+                first = load(0)
         except (IndexError, StopIteration) as e:
             raise ValueError(
                 f"hg.host_batches has no batch for step 0 ({type(e).__name__}: {e}): the source is empty, an iterator that "
@@ -185,6 +186,12 @@ def host_batches(source: Any) -> HostBatches:
 
 
 def _known(x: Any) -> np.ndarray:
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(
+            "a batch of hg.host_batches is traced: its source reads a value of a function that JAX compiles or transforms. "
+            "Training by it runs from Python, with values: leave jax.jit and jax.vmap away, hg.optimize(..., jit=False). "
+            "Learned data goes through `theta`."
+        )
     if not eqx.is_array_like(x) or (isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
         raise TypeError(
             f"a batch of hg.host_batches holds a {type(x).__name__}; its leaves must be arrays. Of a JAX key pass the "

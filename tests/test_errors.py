@@ -124,6 +124,15 @@ def test_field_names_are_no_prefix_of_a_model():
     train(total, net, hg.SGD(eqx.tree_at(lambda m: m.layers[0], jax.tree.map(lambda _: 0.1, net), 0.01)))
 
 
+def test_a_dict_is_no_prefix_of_what_flax_makes():
+    nnx = pytest.importorskip("flax.nnx")
+    total = lambda w, *_: sum(jnp.sum(x) for x in jax.tree.leaves(w))  # noqa: E731
+    state = nnx.State({"l": jnp.ones(2), "o": jnp.ones(1)})
+    with fails(ValueError, "for params a flax State.", "make it a State as well, State({...})"):
+        train(total, state, hg.SGD({"l": 0.1, "o": 0.2}))
+    train(total, state, hg.SGD(nnx.State({"l": 0.1, "o": 0.2})))
+
+
 @pytest.mark.parametrize(("rate", "described"), [("fast", "str 'fast'"), (1j, "complex 1j"), (jnp.tanh, "")])
 def test_hyperparameter_that_is_no_real_number(rate, described):
     with fails(TypeError, "optimizer.learning_rate for params['w'] must be", described):

@@ -31,6 +31,7 @@ def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OTHERS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "steps": (lambda: {"steps": STEPS - 1, "optimizer": hg.SGD(hg.PerStep(RATES[:-1]))}, "the numbers of `steps` differ"),
     "params": (lambda: {"params": jax.tree.map(lambda w: 2 * w, NET.params())}, "`params`, `state` or `statistics` differ"),
     "optimizer": (lambda: {"optimizer": hg.SGD(hg.PerStep(RATES), 0.06)}, "the hyperparameters of `optimizer` differ"),
     "theta": (lambda: {"theta": NET.theta(value=0.1)}, "the values of `theta` differ"),

@@ -199,3 +199,23 @@ def test_side_effects_of_code_that_had_none_before():
     train(batches=scaled(rows, itertools.repeat(3.0), []))
     with fails(ValueError, "`batches`", "has side effects"):
         train(batches=scaled(rows, itertools.count(4.0), []))
+
+
+@pytest.mark.parametrize("computed", [lambda x: jnp.asarray(x) * 2, lambda x: np.asarray(jnp.asarray(x) * 2)])
+def test_a_loader_that_uses_jax_is_told_so_too(computed):
+    def loaded(params):
+        return final_of(hg.host_batches(lambda t: computed(ROWS[t])), hg.Reversible())(params)
+
+    expected = final_of(hg.stacked(2 * ROWS))(PARAMS)
+    np.testing.assert_allclose(loaded(PARAMS), expected, rtol=1e-6)
+    with fails(ValueError, *NOT_TRACED):
+        jax.jit(loaded)(PARAMS)
+
+
+def test_a_loader_that_reads_what_is_traced():
+    def loaded(scale):
+        return final_of(hg.host_batches(lambda t: scale * ROWS[t]), hg.Reversible())(PARAMS)
+
+    for traced in (jax.jit(loaded), jax.grad(loaded)):
+        with fails(ValueError, "a batch of hg.host_batches is traced", "jit=False", "`theta`"):
+            traced(2.0)
