@@ -105,7 +105,7 @@ def _among(traced: Traced, found: Metrics, leaves: list[Any], stepped: Any, rest
             traced.functions,
             metrics=found,
             theta=theta,
-            collective=traced.functions.collective or reads_axes(found.program),
+            collective=traced.functions.collective or reads_axes(found.program, found.rules),
         ),
         theta=[*traced.theta, *leaves],
         frozen=frozen,

@@ -114,8 +114,10 @@ _LOCK = threading.RLock()  # a derivative rule, traced while its loss is compile
 
 
 def kept(key: Hashable, make: Callable[[], Any]) -> Any:
-    """What `make` made at the first call with this key, and this setting of how hard XLA should try."""
-    key = key, jax.config.read("jax_disable_most_optimizations")
+    """What `make` made at the first call with this key, and these settings of JAX, which enter what it compiles."""
+    config: Any = jax.config
+    tried = config.read("jax_disable_most_optimizations")
+    key = key, tried, config.jax_default_matmul_precision, config.jax_threefry_partitionable
     if _USED.get() is not None:
         _USED.get().append(key)
     with _LOCK:

@@ -7,14 +7,17 @@ from jax import Array
 
 from hypergrad._door import outlined, shaped
 from hypergrad.optimizers.block import Block
-from hypergrad.optimizers.chain import Link
+from hypergrad.optimizers.chain import Link, check_real
 
 
 def check_signal(name: str, given: Any, tree: Any) -> list[Array]:
     """What a function of an optimizer's signals gave, leaf by leaf."""
     if jax.tree.structure(given) != tree:
         raise ValueError(f"the signal {name!r} of the optimizer must be a pytree like `params`; got {outlined(given)}.")
-    return jax.tree.leaves(given)
+    leaves = jax.tree.leaves(given)
+    for x in leaves:
+        check_real(f"the signal {name!r} of the optimizer", x)
+    return leaves
 
 
 def check_shapes_of_signals(

@@ -29,9 +29,9 @@ from hypergrad._source import source_of, split_arrays
 from hypergrad.optimizers.block import Floats
 from hypergrad.optimizers.chain import STATISTICS, foreign
 from hypergrad.optimizers.expand import Hypers
-from hypergrad.run.functions import Frozen, Functions, Signals
+from hypergrad.run.functions import Frozen, Functions, Rules, Signals
 from hypergrad.run.reads import StepTheta, reads_of
-from hypergrad.run.spec import Run
+from hypergrad.run.spec import Run, key_of_steps
 
 
 class Traced(NamedTuple):
@@ -71,15 +71,17 @@ def trace(problem: Problem) -> Traced:
     # A signal takes what the loss takes; a step's own leaf is small.
     at_once = bool(problem.optimizer.signals or problem.microbatches) or problem.metric is not None
     found = reads_of(program, sizes, [own or at_once for own in per_step], captured)
+    rules = rules_of(problem.loss, program, constants, arguments)
+    also = [source.batch, *([of_signals.program] if of_signals else [])]
     functions = Functions(
         Program(source.batch.jaxpr, key_today(source.batch), source.batch.out),
         Program(mended(found.loss.jaxpr), key_today(program), program.out),
         captured,
         StepTheta((*per_step, *[False] * sum(captured)), found.reads, found.indices),
-        rules_of(problem.loss, program, constants, arguments),
+        rules,
         symmetric=_symmetric(program.jaxpr),
         narrow=_narrow(program.jaxpr),
-        collective=any(map(reads_axes, (program, source.batch, *([of_signals.program] if of_signals else [])))),
+        collective=reads_axes(program, rules) or any(map(reads_axes, also)),
         sure=not any("callback" in e.primitive.name or e.primitive.name == "ffi_call" for e in source.equations),
         signals=of_signals,
     )
@@ -111,7 +113,7 @@ def _loss(problem: Problem, given: Callable[..., Any], arguments: Any) -> tuple[
     return program, constants
 
 
-_KEY = jax.eval_shape(lambda: jax.random.key(0))
+_KEY = jax.eval_shape(key_of_steps)
 
 
 def _signals(
@@ -165,8 +167,9 @@ def with_foreign(run: Run, values: list[Floats], h: list[Hypers], statistics: An
         collective |= reads_axes(program)
         key: Hashable = key_today(program)
         if any(map(own_rule, equations(program.jaxpr))):
-            derived, held = _derived(function, args) or (object(), held)
+            derived, held, axes = _derived(function, args) or (object(), held, False)
             key = key, derived
+            collective |= axes
         for x in held:
             if isinstance(x, jax.core.Tracer):
                 raise ValueError(
@@ -194,7 +197,7 @@ def with_foreign(run: Run, values: list[Floats], h: list[Hypers], statistics: An
     return dataclasses.replace(run, foreign=tuple(found) or None, collective=collective)
 
 
-def rules_of(loss: Any, program: Program, constants: list[Any], arguments: Any) -> Hashable:
+def rules_of(loss: Any, program: Program, constants: list[Any], arguments: Any) -> Rules | None:
     """What the derivative rules that the loss brings along compute, to the second order; None where it has none.
 
     They are no part of the loss as a program. A rule is a Python function like the loss: it may read something else today,
@@ -207,18 +210,20 @@ def rules_of(loss: Any, program: Program, constants: list[Any], arguments: Any) 
         return jax.tree.leaves(program(constants, w, theta, *rest))  # the loss, and the evidence beside it
 
     w, theta, *rest = arguments
-    found, held = _derived(values, (w, theta), constants, *rest) or (object(), [])  # which is never the same again
+    none: Any = object(), [], False  # which is never the same again
+    found, held, axes = _derived(values, (w, theta), constants, *rest) or none
     for x in held:  # by rules: the constants of the loss are arguments here
         if isinstance(x, jax.core.Tracer):
             raise ValueError(
                 f"a derivative rule that `loss` ({name_of(loss)}) uses closes over the traced value {name_in(loss, x)}, "
                 "whose derivative would be lost. Pass it to the function that has the rule as one of its arguments."
             )
-    return found, tuple(array_key(x) for x in held)
+    return Rules(found, tuple(array_key(x) for x in held), axes)
 
 
-def _derived(function: Callable[..., Any], along: tuple[Any, ...], *rest: Any) -> tuple[Key, list[Any]] | None:
-    """What the derivatives of function(*along, *rest) compute, to the second order if there is one, and what they hold.
+def _derived(function: Callable[..., Any], along: tuple[Any, ...], *rest: Any) -> tuple[Key, list[Any], bool] | None:
+    """What the derivatives of function(*along, *rest) compute, to the second order if there is one, what they hold, and
+    whether they read named axes.
 
     None: it has no derivative. Who asks for it will be told; training alone does not need it.
     """
@@ -234,7 +239,7 @@ def _derived(function: Callable[..., Any], along: tuple[Any, ...], *rest: Any) -
     for order in (second, first):
         with contextlib.suppress(Exception):
             program, held = programs.trace(order, along, *rest)
-            return key_today(program), held
+            return key_today(program), held, reads_axes(program)
     return None
 
 
@@ -244,8 +249,10 @@ def key_today(program: Program) -> Key:
     return Key((object(),)) if any(map(own_batching, equations(program.jaxpr))) else program.key
 
 
-def reads_axes(program: Program) -> bool:
-    """Whether it speaks of an axis that a `jax.vmap` around the run has named."""
+def reads_axes(program: Program, rules: Rules | None = None) -> bool:
+    """Whether it, or a derivative rule of its own, speaks of an axis that a `jax.vmap` around the run has named."""
+    if rules is not None and rules.axes:
+        return True
     return any(type(effect).__name__ == "NamedAxisEffect" for effect in program.jaxpr.effects)
 
 
@@ -253,11 +260,16 @@ def _symmetric(jaxpr: Jaxpr) -> bool:
     """Whether the Jacobian of the loss's gradient is symmetric for certain: it is where the gradient is one of something.
 
     A loss whose derivative rules are its own has a field in the place of a gradient, which may be the gradient of nothing. A
-    `stop_gradient` is a constant to all derivatives, so that what is left is a gradient.
+    `stop_gradient` is a constant to all derivatives, so that what is left is a gradient. Through floats of 8 bits a product
+    with J is rounded to two or three of them, and one with its transpose otherwise: it is taken as JAX's reverse mode does.
     """
-    return not any(map(own_rule, equations(jaxpr)))
+    return not any(map(own_rule, equations(jaxpr))) and all(jnp.finfo(x).bits > 8 for x in _floats(jaxpr))
 
 
 def _narrow(jaxpr: Jaxpr) -> bool:
-    found = {x.aval.dtype for e in equations(jaxpr) for x in (*e.invars, *e.outvars) if is_float(x)}
-    return any(jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp for dtype in found)
+    return any(jnp.finfo(x).maxexp < jnp.finfo(jnp.float32).maxexp for x in _floats(jaxpr))
+
+
+def _floats(jaxpr: Jaxpr) -> set[Any]:
+    """The dtypes of all floats in a program."""
+    return {x.aval.dtype for e in equations(jaxpr) for x in (*e.invars, *e.outvars) if is_float(x)}

@@ -116,7 +116,9 @@ class HostBatches:
                 )
         self._remember(t, functools.reduce(lambda crc, x: zlib.crc32(_bytes(x), crc), found, 0))
         for x, (path, _, dtype) in zip(found, self.like, strict=True):
-            check_number(f"batch{jax.tree_util.keystr(path)} of step {t} of hg.host_batches", x, dtype)
+            where = f"batch{jax.tree_util.keystr(path)} of step {t} of hg.host_batches"
+            check_number(where, x, dtype)
+            _check_fits(where, x, dtype)
         # Copied: a loader may fill the same memory again while the device still reads it.
         return [jnp.array(x, dtype, copy=True) for x, (_, _, dtype) in zip(found, self.like, strict=True)]
 
@@ -200,6 +202,18 @@ def _known(x: Any) -> np.ndarray:
     if np.ma.is_masked(x):
         check_number("a batch of hg.host_batches", x)
     return np.asarray(x)
+
+
+def _check_fits(where: str, x: np.ndarray, dtype: Any) -> None:
+    """Floats of another dtype than those of step 0, which all steps have."""
+    if x.dtype == dtype or not jnp.issubdtype(dtype, jnp.floating):
+        return
+    with np.errstate(over="ignore"):
+        lost = np.isfinite(x) & ~np.isfinite(x.astype(dtype))
+    if lost.any():
+        raise ValueError(
+            f"{where}: {x[lost][0]!s} is beyond {np.dtype(dtype).name}, the dtype at step 0. Give all steps the wider one."
+        )
 
 
 def _bytes(x: np.ndarray) -> memoryview:

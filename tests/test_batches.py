@@ -271,3 +271,11 @@ def test_integers_of_numpy_count():
     assert hg.knots(np.ones(2, np.float32), np.int64(4)) == hg.knots(np.ones(2, np.float32), 4)
     with pytest.raises(ValueError, match="`checkpoints` must be None or an integer"):
         hg.Checkpointed(True)
+
+
+def test_numbers_that_are_missing_are_no_side_effect():
+    """NaN in what a function of batches makes anew at each call."""
+    data = np.array([1.0, np.nan, 2.0], np.float32)
+    batches = lambda t: jnp.asarray(data.copy())[t]  # noqa: E731
+    loss = lambda w, _, b: (w - jnp.where(jnp.isnan(b), 0, b)) ** 2  # noqa: E731
+    assert jnp.isfinite(hg.train(loss, jnp.ones(()), hg.SGD(0.1), batches, steps=3).params)

@@ -96,7 +96,8 @@ class Block:
             return jnp.zeros((), self.dtype)
 
         def function(h: Hypers, z: Floats, *signal: Any) -> Array:
-            return as_float(rule(View(h, link.name), View(z, link.name), *signal), self.dtype)
+            x = rule(View(h, link.name), View(z, link.name), *signal)
+            return as_float(x, self.dtype, f"the increment of link `{link.name}`")
 
         return mending(function)(h, z, *signal)
 

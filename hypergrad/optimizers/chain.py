@@ -81,14 +81,23 @@ class View:
 def first_value(link: Link, leaf: Array) -> Array:
     """`Link.start`, as floats."""
     x = link.start(leaf)
-    return jnp.full_like(leaf, x) if isinstance(x, (bool, int, float)) else as_float(x, leaf.dtype)
+    if isinstance(x, (bool, int, float)):
+        return jnp.full_like(leaf, x)
+    return as_float(x, leaf.dtype, f"`start` of link `{link.name}`")
 
 
-def as_float(x: Any, dtype: Any) -> Array:
-    """An array as it is if it has floats; a number, or another array, with this dtype."""
+def as_float(x: Any, dtype: Any, what: str) -> Array:
+    """An array as it is if it has floats; a number, or another array, with this dtype. what: for the error of a complex
+    one, whose imaginary part would be lost."""
     x = jnp.asarray(x, dtype if isinstance(x, (bool, int, float)) else None)
+    check_real(what, x)
     whole = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool
     return x.astype(dtype) if whole else x
+
+
+def check_real(what: str, x: Any) -> None:
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{what} must be real; got {x.dtype.name}{list(x.shape)}. Take its real part, or its magnitude.")
 
 
 class Optimizer(eqx.Module):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hypergrad.optimizers.chain import PARAMS, Link, Optimizer, Signal, View
+from hypergrad.optimizers.chain import PARAMS, Link, Optimizer, Signal, View, as_float
 
 
 class Transformed(Optimizer):
@@ -72,11 +72,29 @@ class Transform(NamedTuple):
         rule = lambda j: h[j] if self.reads else {}  # noqa: E731
         views = [View({**rule(j), **{field: h[j][key] for field, key in self.keys}}, self.name) for j in self.blocks]
         links = ([View({k: z[j][k] for k in self.reads}, self.name) for j in self.blocks],) if self.reads else ()
-        seen = self.function(views, [w[j] for j in self.blocks], [g[j] for j in self.blocks], *links)
+        seen = list(self.function(views, [w[j] for j in self.blocks], [g[j] for j in self.blocks], *links))
+        if len(seen) != len(self.blocks):
+            raise ValueError(
+                f"the transformation {self.name} must return a gradient for each of the {len(self.blocks)} arrays that it "
+                f"sees; got {len(seen)}."
+            )
         result = list(g)
         for j, x in zip(self.blocks, seen, strict=True):
-            result[j] = x
+            result[j] = self._like(g[j], x)
         return result
+
+    def _like(self, g: Array, x: Any) -> Array:
+        """What it returned in the place of a gradient, in its shape."""
+        x = as_float(x, g.dtype, f"what the transformation {self.name} returns")
+        if x.shape == g.shape:
+            return x
+        try:
+            return jnp.broadcast_to(x, g.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"the transformation {self.name} must return arrays of the shapes that it sees: for {list(g.shape)} it "
+                f"returned {list(x.shape)}."
+            ) from error
 
 
 def read_of(transforms: Sequence[Transform], j: int) -> set[str]:

@@ -26,6 +26,14 @@ class Frozen(NamedTuple):
     batches: list[Any]  # its leaves: last, as a host driver takes them in anew at every step
 
 
+class Rules(NamedTuple):
+    """What derivative rules of the user's own compute, to the second order."""
+
+    program: Hashable
+    held: tuple[Hashable, ...]  # the arrays that they close over
+    axes: bool  # whether they speak of an axis that a `jax.vmap` around the run has named
+
+
 @dataclasses.dataclass(frozen=True)
 class Signals:
     """What an optimizer's links see beside the gradient."""
@@ -46,7 +54,7 @@ class Metrics:
     program: Program
     captured: tuple[int | None, ...]  # as in `Signals`
     hypers: int  # how many leaves at the end of theta are the optimizer's
-    rules: Hashable  # as in `Functions`
+    rules: Rules | None  # as in `Functions`
 
     def bare(self) -> "Metrics":
         return dataclasses.replace(self, program=self.program.bare())
@@ -60,7 +68,7 @@ class Functions:
     loss: Program  # (w, theta, theta's other leaves, batch) -> [loss, *batch statistics]
     traced: tuple[bool, ...]  # of each constant of the loss: whether it is float and was traced; such a one is among theta
     theta: StepTheta
-    rules: Hashable  # what the loss's own derivative rules compute; None: it has none
+    rules: Rules | None  # what the loss's own derivative rules compute; None: it has none
     symmetric: bool  # whether the gradient's Jacobian is, for certain
     narrow: bool  # whether the loss computes in floats of fewer exponents than float32
     sure: bool  # whether batches are functions of t for certain: no Python runs in them

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from hypergrad.exact import SUM_BITS, Offsets, Sum, exponent_of, power_of_two, sum_range
@@ -79,7 +80,7 @@ class InOrder(Kind):
         return jax.lax.psum(kept, axis)  # of which all but one are zeros
 
     def mean(self, kept: Any, x: Any, about: Adding) -> Array:
-        wide = kept.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = kept.astype(np.promote_types(x.dtype, np.float32))
         total = jax.lax.fori_loop(0, about.terms, lambda m, sum: sum + wide[m], jnp.zeros_like(wide[0]))
         return (total / about.terms).astype(x.dtype)
 
@@ -114,6 +115,6 @@ class Scaled(Kind):
 
 def _size(x: Array) -> Array:
     """The largest magnitude as the bits of a float, which are in the same order, and NaN above all: int32 or int64 []."""
-    wide = jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+    wide = jnp.abs(x.astype(np.promote_types(x.dtype, np.float32)))
     whole = jnp.int64 if wide.dtype == jnp.float64 else jnp.int32
     return jnp.max(jax.lax.bitcast_convert_type(wide, whole), initial=0)

@@ -76,7 +76,7 @@ class Microbatches:
     def mean_of_floats(self, function: Callable[..., Any], shared: Any, batch: list[Any]) -> Any:
         """`mean` in floats, differentiable any number of times."""
         like = self._like(function, shared, batch)
-        wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
+        wide = lambda x: x.astype(np.promote_types(x.dtype, np.float32))  # noqa: E731
 
         def body(sums: Any, m: Array) -> tuple[Any, None]:
             found = function(shared, self.part(batch, m))

@@ -48,6 +48,11 @@ class Labels(NamedTuple):
     approximate: tuple[str, ...]  # what the derivative leaves out by choice
 
 
+def key_of_steps() -> Array:
+    """From which each step folds its own: of JAX's first generator, whichever is the default."""
+    return jax.random.key(0, impl="threefry2x32")
+
+
 @dataclasses.dataclass(frozen=True)
 class Run(InSegments):
     """Everything a run is compiled for."""
@@ -226,7 +231,7 @@ class Run(InSegments):
     def drawn(self, t: Array, batch: list[Any]) -> list[Any]:
         """The batch, and the key of the step, which each part of it makes its own."""
         with jax.enable_x64(self.x64):
-            return [*batch, jax.random.fold_in(jax.random.key(0), t)]
+            return [*batch, jax.random.fold_in(key_of_steps(), t)]
 
     def signals_at_once(self, shared: Any, drawn: list[Any]) -> dict[str, list[Array]]:
         """{name: [leaf]} of (w, theta, frozen) and of all that is `drawn`, or a part of it."""

@@ -14,6 +14,8 @@ from covering import every_value, some_of
 from tiny import BATCHES, PARAMS, fails, final, loss, train
 
 import hypergrad as hg
+from hypergrad import _programs as programs
+from hypergrad.optimizers import Link
 
 
 RATE, HALF = np.float32(0.1), np.float32(0.5)
@@ -92,6 +94,63 @@ def test_a_derivative_of_lanes_that_see_each_other(what: str) -> None:
     np.testing.assert_allclose(outside(hg.Checkpointed()), inside[0], rtol=1e-5)
     with fails(TypeError, "whose axis 'lanes' is read inside of hg.train", "jax.vmap(jax.grad(f)", "hg.Checkpointed()"):
         outside(hg.Reversible())
+
+
+@jax.custom_vjp
+def shared_back(w: Any) -> Any:
+    return w
+
+
+shared_back.defvjp(lambda w: (w, None), lambda _, g: (jax.lax.pmean(g, "lanes"),))
+
+
+@jax.custom_jvp
+def shared_along(x: Any) -> Any:
+    return x
+
+
+shared_along.defjvp(lambda x, dx: (x[0], (dx[0] + jax.lax.pmean(dx[0], "lanes")) / 2))
+
+
+class Sharing(hg.SGD):
+    chain = (Link("velocity", lambda h, z, g: -shared_along(g), decay="momentum"), hg.SGD.chain[1])
+    linear = False
+
+
+@pytest.mark.parametrize("where", ["loss", "increment", "metric"])
+def test_an_axis_that_a_derivative_rule_alone_reads(where: str) -> None:
+    of_all = {
+        "loss": {"loss": lambda w, theta, b: loss({"w": shared_back(w["w"])}, theta, b)},
+        "metric": {"metric": lambda w, theta, b, state, hypers: shared_along(jnp.sum(w["w"]))},
+    }.get(where, {})
+
+    def one(rate: Any, adjoint: Any) -> Any:
+        rule = Sharing(rate, HALF) if where == "increment" else hg.SGD(rate, HALF)
+        run = train(optimizer=rule, adjoint=adjoint, **of_all)
+        return jnp.sum(run.params["w"] ** 2) + (jnp.sum(run.metrics) if where == "metric" else 0)
+
+    rates = jnp.array([0.1, 0.4])
+    for f in (one, jax.grad(one)):
+        ours, expected = (
+            jax.vmap(lambda r, a=a, f=f: f(r, a), axis_name="lanes")(rates) for a in (hg.Reversible(), hg.Unrolled())
+        )
+        np.testing.assert_allclose(ours, expected, rtol=1e-5)
+
+
+def test_draws_of_a_rule_do_not_go_with_the_default_generator() -> None:
+    f = lambda: final(optimizer=hg.Sophia(0.1))  # noqa: E731
+    with jax.default_prng_impl("rbg"):
+        first = f()
+    assert first == f()
+
+
+def test_a_program_goes_with_the_precision_of_products() -> None:
+    """Of the library's own products, which are no part of the loss's program."""
+    made = []
+    for precision in ("highest", "bfloat16", "highest"):
+        with jax.default_matmul_precision(precision):
+            programs.kept(("precision", "of products"), lambda p=precision: made.append(p))
+    assert made == ["highest", "bfloat16"]
 
 
 def test_a_budget_cannot_be_asked_for_one_of_several_lanes() -> None:

@@ -219,3 +219,10 @@ def test_a_loader_that_reads_what_is_traced():
     for traced in (jax.jit(loaded), jax.grad(loaded)):
         with fails(ValueError, "a batch of hg.host_batches is traced", "jit=False", "`theta`"):
             traced(2.0)
+
+
+def test_later_floats_that_do_not_fit_the_first():
+    rows = [np.ones(2, np.float16), np.full(2, 1e6, np.float32)]
+    with fails(ValueError, "batch of step 1 of hg.host_batches: 1e+06 is beyond float16", "the wider one"):
+        train(batches=hg.host_batches(rows), steps=2)
+    train(batches=hg.host_batches([rows[0], np.full(2, 3, np.float32)]), steps=2)
