@@ -117,7 +117,7 @@ def kept(key: Hashable, make: Callable[[], Any]) -> Any:
     """What `make` made at the first call with this key, and these settings of JAX, which enter what it compiles."""
     config: Any = jax.config
     tried = config.read("jax_disable_most_optimizations")
-    key = key, tried, config.jax_default_matmul_precision, config.jax_threefry_partitionable
+    key = key, (tried, config.jax_default_matmul_precision, config.jax_threefry_partitionable)
     if _USED.get() is not None:
         _USED.get().append(key)
     with _LOCK:
