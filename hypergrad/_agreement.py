@@ -15,7 +15,7 @@ import optax
 from jax import Array
 
 from hypergrad._average import norm, widened
-from hypergrad._differences import central, check_like, check_step, extrapolated, moved
+from hypergrad._differences import check_like, check_step, extrapolated, moved
 from hypergrad._evaluate import default_key, objective
 from hypergrad._optimize import hypergradient
 from hypergrad.errors import HypergradError
@@ -137,12 +137,13 @@ def check_gradient(
     d = jax.tree.map(direction, _units(hypers), slopes)
     value = _value(train_fn, val_fn, hypers, key)
     sizes = step * 2.0 ** -np.arange(_HALVINGS + 1)
-    differences = [central(value, learned, d, float(size)) for size in sizes]
-    estimates = np.array([extrapolated(*pair) for pair in zip(differences[:-1], differences[1:], strict=True)])
-    windows = np.lib.stride_tricks.sliding_window_view(estimates, 3)
-    spreads = np.nan_to_num(windows.max(axis=1) - windows.min(axis=1), nan=math.inf)
-    best = int(np.argmin(spreads))
-    derivative, difference, noise = _dot(slopes, d), float(np.median(windows[best])), float(spreads[best]) / 2
+    differences, rounding = np.array([_central(value, learned, d, float(size)) for size in sizes]).T
+    windows, lost = (np.lib.stride_tricks.sliding_window_view(x, 3) for x in (
+        extrapolated(differences[:-1], differences[1:]), extrapolated(-rounding[:-1], rounding[1:])
+    ))  # fmt: skip
+    noises = np.maximum((windows.max(axis=1) - windows.min(axis=1)) / 2, lost.max(axis=1))
+    best = int(np.argmin(noises := np.where(np.isnan(noises), math.inf, noises)))
+    derivative, difference, noise = _dot(slopes, d), float(np.median(windows[best])), float(noises[best])
     error = abs(derivative - difference)
     if not math.isfinite(derivative):  # it is no derivative, whatever the differences are
         error = math.inf
@@ -154,6 +155,15 @@ def check_gradient(
         verdict = "disagrees"
     relative = error / max(abs(difference), abs(derivative), 1e-300)
     return GradientCheck(verdict, derivative, difference, relative, noise, float(sizes[best + 1]), tolerance)
+
+
+def _central(value: Callable[[Any], Array], x: Any, d: Any, size: float) -> tuple[float, float]:
+    """(the central difference along d, how far the rounding of both values may take it). A difference of exactly zero is
+    one that was lost: all of the change, in the value or in the hyperparameters, may have been rounded away."""
+    ends = [value(moved(x, d, s)) for s in (size, -size)]
+    unit = float(jnp.finfo(ends[0].dtype).eps) * max(abs(float(end)) for end in ends)
+    difference = float(ends[0]) - float(ends[1])
+    return difference / (2 * size), (unit if difference else math.inf) / (2 * size)
 
 
 def check_smoothness(
@@ -190,7 +200,8 @@ def check_smoothness(
     actual = np.array([float(value(moved(learned, d, float(s)))) for s in sizes]) - float(start)
     with np.errstate(invalid="ignore", divide="ignore"):
         ratios = actual / predicted
-    faithful = np.abs(ratios - 1) <= _FAITHFUL
+    lost = np.abs(predicted) <= 4 * float(jnp.finfo(start.dtype).eps) * abs(float(start))  # less than rounding shows
+    faithful = (np.abs(ratios - 1) <= _FAITHFUL) | (lost & ~lost.all())
     rungs = int(np.argmin(faithful)) if not faithful.all() else len(sizes)
     cosine, same_sign = _ends(train_fn, val_fn, moved(learned, d, step), fixed, key, slopes)
     trusted = float(sizes[rungs - 1]) if rungs else 0.0
@@ -230,8 +241,8 @@ def _units(hypers: Any) -> Any:
     def unit(x: Any) -> Any:
         if is_domain(x):
             return jax.tree.map(jnp.ones_like, x)
-        magnitude = jnp.where(x == 0, 1, jnp.abs(x))
-        return jnp.exp2(jnp.floor(jnp.log2(magnitude))).astype(x.dtype)
+        magnitude = np.abs(np.asarray(x, np.float64))
+        return jnp.asarray(np.exp2(np.floor(np.log2(np.where(magnitude == 0, 1, magnitude)))), x.dtype)
 
     learned, _ = split_fixed(hypers)
     return jax.tree.map(unit, learned, is_leaf=is_domain)

@@ -37,6 +37,6 @@ def central(f: Callable[[Any], Array], x: Any, direction: Any, size: float) -> f
     return float(f(moved(x, direction, size)) - f(moved(x, direction, -size))) / (2 * size)
 
 
-def extrapolated(coarse: float, fine: float) -> float:
+def extrapolated(coarse: Any, fine: Any) -> Any:
     """(4 D(h/2) - D(h)) / 3, off by O(h^4) (Richardson)."""
     return (4 * fine - coarse) / 3

@@ -11,6 +11,11 @@ import jax
 
 @contextlib.contextmanager
 def own_settings() -> Iterator[None]:
-    """64-bit integers, and JAX's standard promotion of dtypes and ranks."""
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    """64-bit integers, JAX's standard promotion of dtypes and ranks, and compiled programs, where the caller has none."""
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        jax.disable_jit(False),
+    ):
         yield

@@ -14,6 +14,7 @@ from jax import Array
 
 from hypergrad import _door as door
 from hypergrad import _programs as programs
+from hypergrad._numbers import check_numbers
 from hypergrad._program_keys import Same, equations
 from hypergrad._programs import Program
 
@@ -47,6 +48,7 @@ def source_of(batches: Any) -> Source:
     def arrays(leaves: list[Any], t: Array) -> list[Any]:
         with door.calling_batches(batches):
             found, others = eqx.partition(whole(leaves, [])(t), eqx.is_array_like)
+        check_numbers("what `batches` gives", found)
         seen.append((jax.tree.structure(found), others))
         return jax.tree.leaves(found)
 

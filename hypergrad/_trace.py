@@ -263,13 +263,16 @@ def _symmetric(jaxpr: Jaxpr) -> bool:
     `stop_gradient` is a constant to all derivatives, so that what is left is a gradient. Through floats of 8 bits a product
     with J is rounded to two or three of them, and one with its transpose otherwise: it is taken as JAX's reverse mode does.
     """
-    return not any(map(own_rule, equations(jaxpr))) and all(jnp.finfo(x).bits > 8 for x in _floats(jaxpr))
+    return not any(map(own_rule, equations(jaxpr))) and all(mantissa >= 7 for _, mantissa in _floats(jaxpr))
 
 
 def _narrow(jaxpr: Jaxpr) -> bool:
-    return any(jnp.finfo(x).maxexp < jnp.finfo(jnp.float32).maxexp for x in _floats(jaxpr))
+    return any(exponent < 8 for exponent, _ in _floats(jaxpr))
 
 
-def _floats(jaxpr: Jaxpr) -> set[Any]:
-    """The dtypes of all floats in a program."""
-    return {x.aval.dtype for e in equations(jaxpr) for x in (*e.invars, *e.outvars) if is_float(x)}
+def _floats(jaxpr: Jaxpr) -> set[tuple[int, int]]:
+    """(bits of the exponent, bits of the mantissa) of all floats in a program: float32 has 8 and 23, bfloat16 8 and 7."""
+    dtypes = {x.aval.dtype for e in equations(jaxpr) for x in (*e.invars, *e.outvars) if is_float(x)}
+    rounded = [e.params for e in equations(jaxpr) if e.primitive.name == "reduce_precision"]
+    emulated = {(int(p["exponent_bits"]), int(p["mantissa_bits"])) for p in rounded}
+    return emulated | {(jnp.finfo(x).nexp, jnp.finfo(x).nmant) for x in dtypes}

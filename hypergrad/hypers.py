@@ -57,7 +57,8 @@ class Domain(eqx.Module):
         if self.kind == "positive":
             furthest = [np.nextafter(np.asarray(math.log(end), u.dtype), np.zeros((), u.dtype)) for end in (low, high)]
             return jnp.exp(substitute(u, jnp.clip(u, *furthest)))
-        x = self.low + (self.high - self.low) * jax.nn.sigmoid(u)
+        s = substitute(jnp.exp(jax.nn.log_sigmoid(u)), jax.nn.sigmoid(u))  # JAX's derivative, s (1 - s), loses digits near 1
+        x = self.low + (self.high - self.low) * s
         return at_least(substitute(x, jnp.clip(x, low, high)), float(low))  # the sum may round to more than its ends
 
     def ends(self, dtype: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -183,3 +183,35 @@ def test_a_difference_that_is_no_number_agrees_with_nothing() -> None:
         hg.testing.check_hypergradient(f, jnp.zeros(2), tolerance=1e-3, directions=0)
     with fails(ValueError, "`step` must be a finite number above 0"):
         hg.testing.check_hypergradient(f, jnp.zeros(2), tolerance=1e-3, step=0.0)
+
+
+ROUNDED = {  # what is lost to rounding: the value's, its dtype's, the hyperparameter's
+    "a slope below float32": (lambda x: 1 + 1e-6 * x, jnp.float32(1)),
+    "a value in float16": (lambda x: (10 + x**2).astype(jnp.float16), jnp.float32(0.1)),
+    "a value in bfloat16": (lambda x: (10 + x**2).astype(jnp.bfloat16), jnp.float32(0.1)),
+}
+
+
+@pytest.mark.parametrize("what", ROUNDED)
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_differences_that_rounding_takes_say_nothing(what: str, factor: float) -> None:
+    """Neither of a right gradient nor of none: such differences are zero at all small sizes, and seem to have settled."""
+    f, x = ROUNDED[what]
+    gradient = factor * jax.grad(lambda x: f(x).astype(jnp.float32))(x)
+    check = hg.check_gradient(lambda h, key: h, f, x, gradient=gradient)
+    assert check.verdict == "the difference is too noisy to tell", check
+    assert "do not settle" in check.explain()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_hyperparameter_of_16_bits_is_not_told_off(dtype: Any) -> None:
+    h = {"x": jnp.asarray(0.01, dtype), "y": hg.positive(jnp.asarray(0.01, dtype))}
+    val_fn = lambda h: 3 * h["x"].astype(jnp.float32) + jnp.log(h["y"].astype(jnp.float32))  # noqa: E731
+    for gradient in (None, jax.tree.map(jnp.zeros_like, h)):
+        check = hg.check_gradient(lambda h, key: h, val_fn, h, gradient=gradient)
+        assert check.verdict != ("disagrees" if gradient is None else "agrees"), check
+
+
+def test_rungs_that_rounding_takes_are_no_limit() -> None:
+    s = hg.check_smoothness(lambda h, key: h, lambda h: 100 + 1e-3 * h, jnp.float32(1.0))
+    assert s.trusted_step > 0

@@ -1,7 +1,9 @@
 """Domains: natural units come back, every stored value lies inside, and what lies outside is refused by name."""
 
+import math
 import re
 
+import equinox as eqx
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -266,3 +268,14 @@ def test_domains_are_compared_and_are_trees_all_the_same() -> None:
     a = hg.positive(0.5)
     assert a == hg.positive(0.5) and a != hg.positive(0.25)
     assert jax.tree.map(lambda u: 2 * u, a).natural() == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("u", [-6.0, -0.5, 4.5, 6.0])
+def test_the_slope_near_the_upper_end_has_its_digits(dtype, u):
+    """s (1 - s) has none left where s rounds to 1."""
+    h = hg.bounded(jnp.asarray(0.5, dtype), 0.0, 1.0)
+    natural = lambda u: hg.natural(eqx.tree_at(lambda h: h.unconstrained, h, u)).astype(jnp.float32)  # noqa: E731
+    slope = float(jax.grad(natural)(jnp.asarray(u, dtype)))
+    expected = 1 / (1 + math.exp(u)) / (1 + math.exp(-u))
+    assert abs(slope / expected - 1) < 4 * float(jnp.finfo(dtype).eps)

@@ -178,7 +178,8 @@ def _linear_cotangent(
 ) -> tuple[list[Array], Array | None]:
     """That of the gradient, before it is known: in a linear rule none of its values enters. And the number that it is still
     to be multiplied by, if there is one."""
-    c = common_factor(run, h) if run.functions.symmetric else None
+    own = run.functions.symmetric and run.foreign is None  # what is not the library's may round, or bend, what passes back
+    c = common_factor(run, h) if own else None
     u = gradient_cotangent(run, state, ct.z, h) if c is None else first_cotangents(run, ct.z)
     if not run.transforms:
         return u, c
@@ -294,5 +295,5 @@ def _either(doubt: Array, first: Array, apart: Callable[[], Any], beside: Any) -
 def _largest(cotangents: Any) -> Array:
     """float32 or float64 []."""
     leaves = jax.tree.leaves(cotangents)
-    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in leaves), jnp.dtype(jnp.float32))
+    dtype = jnp.float64 if any(jnp.finfo(x.dtype).bits == 64 for x in leaves) else jnp.float32
     return jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(dtype) for x in leaves]).max()

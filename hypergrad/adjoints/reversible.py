@@ -195,7 +195,7 @@ def _run_bwd(run: Run, room: Room, residuals: Residuals, ct: Outcome) -> tuple[A
     inputs = residuals.inputs
     dvalues = jax.tree.map(_dense, ct.values, is_leaf=_is_zero)
     dmetrics = () if all(map(_is_zero, ct.metrics)) else list(map(_dense, ct.metrics))
-    pushed = Pushed(None if _is_zero(ct.losses) else ct.losses, dmetrics)
+    pushed = Pushed(None if _is_zero(ct.losses) else _at_least_16_bits(ct.losses), dmetrics)
     followed = not all(_is_zero(x) for j in run.statistics for x in ct.values[j].values())
     known, wanted = residuals.known, Wanted(residuals.known.theta, followed)
     run = dataclasses.replace(run, first=known.first, segments=known.segments, every=known.every, asked=known.h)
@@ -260,6 +260,11 @@ def _faint(cotangents: list[Array]) -> Array:
 def _array(x: Any) -> Any:
     """Outside of jax.jit, JAX hands on a Python number as a float of its own, which has no shape."""
     return x if isinstance(x, (jax.Array, np.ndarray)) else jnp.asarray(x)
+
+
+def _at_least_16_bits(x: Array) -> Array:
+    """Floats of 8 bits do not multiply others."""
+    return x if jnp.finfo(x.dtype).bits >= 16 else x.astype(jnp.float32)
 
 
 def _is_zero(x: Any) -> bool:

@@ -221,6 +221,7 @@ def _along_outputs(batch: Batch, leaf: int, place: int) -> Array:
         unit = jnp.zeros(zero[place].size, zero[place].dtype).at[i].set(1).reshape(zero[place].shape)
         products = jax.vmap(lambda b: derivative(batch.given._replace(batch=b), unit))(batch.given.batch)
         units = {i: jnp.broadcast_to(unit if i == place else x, (batch.count, *x.shape)) for i, x in zero.items()}
-        return total + jnp.mean(batch.gradients(leaf, (units, {})) * batch.gradients(leaf, (products, {})), 0), None
+        own, other = wide(batch.gradients(leaf, (units, {}))), wide(batch.gradients(leaf, (products, {})))
+        return total + jnp.mean(own * other, 0), None
 
-    return jax.lax.scan(add, jnp.zeros_like(batch.weights[leaf]), jnp.arange(zero[place].size))[0]
+    return jax.lax.scan(add, jnp.zeros_like(wide(batch.weights[leaf])), jnp.arange(zero[place].size))[0]

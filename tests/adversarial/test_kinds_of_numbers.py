@@ -106,3 +106,88 @@ def test_a_loss_that_computes_in_eight_bits(dtype: str) -> None:
     ours, expected = (jax.grad(f)(h, adjoint) for adjoint in (hg.Reversible(), hg.Unrolled()))
     for name in h:
         np.testing.assert_allclose(ours[name], expected[name], rtol=1e-4)
+
+
+@pytest.mark.parametrize(("exponent", "mantissa", "unit"), [(4, 3, 1.0), (5, 2, 1.0), (5, 10, 1e-8)])
+def test_precision_that_is_reduced_is_as_good_as_a_dtype(exponent: int, mantissa: int, unit: float) -> None:
+    """`jax.lax.reduce_precision` stays in float32, and rounds its derivative as a cast would."""
+    rounded = {3: "float8_e4m3fn", 2: "float8_e5m2", 10: "float16"}[mantissa]
+
+    def by_primitive(x: Any) -> Any:
+        return jax.lax.reduce_precision(x, exponent, mantissa)
+
+    def f(theta: Any, adjoint: Any, low: Any) -> Any:
+        loss = lambda p, c, x: jnp.mean((jnp.tanh(low(x * p["w"])) * c - 0.3) ** 2)  # noqa: E731
+        run = train(loss, PARAMS, hg.SGD(0.2), hg.stacked(X), theta=theta, adjoint=adjoint)
+        return unit * jnp.sum(PULL * run.params["w"])
+
+    theta = jnp.array([0.5, 0.25])
+    ours, stored = (jax.grad(f)(theta, a, by_primitive) / unit for a in (hg.Reversible(), hg.Unrolled()))
+    if unit == 1:
+        np.testing.assert_allclose(ours, stored, rtol=1e-4)
+    else:  # what `hg.Unrolled` loses below 6e-8, scaled cotangents keep
+        cast = jax.grad(f)(theta, hg.Reversible(), lambda x: x.astype(rounded).astype(jnp.float32)) / unit
+        np.testing.assert_allclose(ours, cast, rtol=2e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("what", ["losses", "metrics"])
+def test_a_value_of_eight_bits_is_differentiated(what: str) -> None:
+    narrow = lambda w: jnp.sum(w["w"] ** 2).astype("float8_e4m3fn")  # noqa: E731
+    given: dict[str, Any] = {
+        "losses": {"loss": lambda w, theta, b: narrow(w)},
+        "metrics": {"loss": lambda w, theta, b: jnp.sum(w["w"] ** 2), "metric": lambda w, *rest: narrow(w)},
+    }[what]
+
+    def f(w: Any, adjoint: Any) -> Any:
+        return getattr(train(params={"w": w}, adjoint=adjoint, **given), what).astype(jnp.float32).sum()
+
+    ours, expected = (jax.grad(f)(jnp.array([0.5, -0.7]), a) for a in (hg.Reversible(), hg.Unrolled()))
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
+
+
+@jax.custom_vjp
+def clipped_back(x: Any) -> Any:
+    return x
+
+
+clipped_back.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
+
+
+@jax.custom_vjp
+def same_back(x: Any) -> Any:
+    return x
+
+
+same_back.defvjp(lambda x: (x, None), lambda _, g: (g,))
+
+
+def eight(x: Any) -> Any:
+    return x.astype("float8_e4m3fn").astype(x.dtype)
+
+
+def by_rule(function: Any) -> Any:
+    class Own(hg.SGD):
+        chain = (Link("velocity", lambda h, z, g: (h.momentum - 1) * function(g), decay="momentum"), hg.SGD.chain[1])
+
+    return lambda rate: Own(rate, 0.5)
+
+
+LINEAR = {
+    "a transformation that clips what passes back": transformed(lambda h, w, g: [clipped_back(x) for x in g], True),
+    "a transformation through eight bits": transformed(lambda h, w, g: [eight(x) for x in g], True),
+    "an increment through eight bits": by_rule(eight),
+    "an increment with a rule of its own": by_rule(same_back),
+}
+
+
+@pytest.mark.parametrize("what", LINEAR)
+def test_a_linear_rule_hands_back_what_it_is_given(what: str) -> None:
+    """The common factor of all weights comes before what rounds or bends a cotangent, and not after it."""
+    loss = lambda p, c, x: jnp.mean((jnp.tanh(x * p["w"]) * c - 0.3) ** 2)  # noqa: E731
+
+    def f(theta: Any, adjoint: Any) -> Any:
+        run = train(loss, PARAMS, LINEAR[what](0.2), hg.stacked(X), theta=theta, adjoint=adjoint)
+        return 0.01 * jnp.sum(run.params["w"] ** 2)
+
+    ours, expected = (jax.grad(f)(jnp.array([0.5, 0.25]), a) for a in (hg.Reversible(), hg.Unrolled()))
+    np.testing.assert_allclose(ours, expected, rtol=1e-4)

@@ -43,6 +43,13 @@ def test_strict_promotions_of_default_decays_in_float64(dtype: Any) -> None:
             assert jax.grad(f)(dtype(0.1)) == expected
 
 
+def test_what_the_caller_does_not_compile() -> None:
+    f = lambda r: final(optimizer=hg.SGD(r))  # noqa: E731
+    with jax.disable_jit():
+        ours = jax.value_and_grad(f)(RATE)
+    np.testing.assert_allclose(ours, jax.value_and_grad(f)(RATE), rtol=1e-6)
+
+
 TypePromotionError = getattr(jax.errors, "TypePromotionError", Exception)
 
 
