@@ -119,7 +119,8 @@ def check_gradient(
     The arguments of `hg.hypergradient`. step: the largest of the step sizes, halved seven times; a power of two. A domain
     moves by it in its stored coordinate, a bare leaf by it times its own magnitude (rounded down to a power of two, so
     that momenta stay on their grid of 2^-16). The difference is extrapolated from two sizes, and taken where it varies
-    least from size to size; that variation is its uncertainty, or what rounding of the values takes. gradient: checked in place of the hypergradient, if given.
+    least from size to size; that variation, or what rounding of the values takes, is its uncertainty. gradient: checked in
+    place of the hypergradient, if given.
     """
     check_step(step)
     hypers = check_hypers(hypers)
