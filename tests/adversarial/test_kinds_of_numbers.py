@@ -32,7 +32,7 @@ def rule(increment: Any = None, start: Any = None, signal: Any = None) -> Optimi
 def transformed(function: Any, linear: bool = False) -> Any:
     class Own(Transformed):
         scale: Any
-        linear_transform = linear
+        linear_transform = entrywise_transform = linear
         transform = staticmethod(function)
 
     return lambda rate: Own(hg.SGD(rate, 0.5), 2 * rate)
@@ -168,6 +168,8 @@ def eight(x: Any) -> Any:
 def by_rule(function: Any) -> Any:
     class Own(hg.SGD):
         chain = (Link("velocity", lambda h, z, g: (h.momentum - 1) * function(g), decay="momentum"), hg.SGD.chain[1])
+        linear = True
+        entrywise = True
 
     return lambda rate: Own(rate, 0.5)
 
@@ -187,7 +189,7 @@ def test_a_linear_rule_hands_back_what_it_is_given(what: str) -> None:
 
     def f(theta: Any, adjoint: Any) -> Any:
         run = train(loss, PARAMS, LINEAR[what](0.2), hg.stacked(X), theta=theta, adjoint=adjoint)
-        return 0.01 * jnp.sum(run.params["w"] ** 2)
+        return jnp.sum(run.params["w"] ** 2)
 
     ours, expected = (jax.grad(f)(jnp.array([0.5, 0.25]), a) for a in (hg.Reversible(), hg.Unrolled()))
     np.testing.assert_allclose(ours, expected, rtol=1e-4)

@@ -219,3 +219,16 @@ def test_registered_kinds_of_one_name_are_two(monkeypatch: pytest.MonkeyPatch) -
     assert [name for name in _kinds.REGISTERED if name.startswith("times")] == ["times", "times_2"]
     for name, expected in jax.grad(loss)(params, None, batch).items():
         np.testing.assert_allclose(found[name].sum(0), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_diagonal_of_few_bits_counts_all_positions(dtype: Any) -> None:
+    """600 times 2, which stops at 512 where it is added up in bfloat16."""
+
+    def loss(w: Any, theta: Any, x: Any) -> Any:
+        h = jax.lax.conv_general_dilated(x, w, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"))
+        return jnp.mean(jnp.sum(h.astype(jnp.float32) ** 2, (1, 2)))
+
+    w, x = jnp.zeros((620, 1, 1), dtype), jnp.ones((1, 1219, 1), dtype)
+    found = quantities(loss, w, None, x, ["hessian_diagonal", "ggn_diagonal"])
+    assert {name: float(value[0, 0, 0]) for name, value in found.items()} == dict.fromkeys(found, 1200.0)
