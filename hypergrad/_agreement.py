@@ -15,7 +15,7 @@ import optax
 from jax import Array
 
 from hypergrad._average import norm, widened
-from hypergrad._differences import check_like, check_step, extrapolated, moved
+from hypergrad._differences import central, check_like, check_step, extrapolated, moved
 from hypergrad._evaluate import default_key, objective
 from hypergrad._optimize import hypergradient
 from hypergrad.errors import HypergradError
@@ -138,7 +138,7 @@ def check_gradient(
     d = jax.tree.map(direction, _units(hypers), slopes)
     value = _value(train_fn, val_fn, hypers, key)
     sizes = step * 2.0 ** -np.arange(_HALVINGS + 1)
-    differences, rounding = np.array([_central(value, learned, d, float(size)) for size in sizes]).T
+    differences, rounding = np.array([central(value, learned, d, float(size)) for size in sizes]).T
     windows, lost = (np.lib.stride_tricks.sliding_window_view(x, 3) for x in (
         extrapolated(differences[:-1], differences[1:]), extrapolated(-rounding[:-1], rounding[1:])
     ))  # fmt: skip
@@ -156,15 +156,6 @@ def check_gradient(
         verdict = "disagrees"
     relative = error / max(abs(difference), abs(derivative), 1e-300)
     return GradientCheck(verdict, derivative, difference, relative, noise, float(sizes[best + 1]), tolerance)
-
-
-def _central(value: Callable[[Any], Array], x: Any, d: Any, size: float) -> tuple[float, float]:
-    """(the central difference along d, how far the rounding of both values may take it). A difference of exactly zero is
-    one that was lost: all of the change, in the value or in the hyperparameters, may have been rounded away."""
-    ends = [value(moved(x, d, s)) for s in (size, -size)]
-    unit = float(jnp.finfo(ends[0].dtype).eps) * max(abs(float(end)) for end in ends)
-    difference = float(ends[0]) - float(ends[1])
-    return difference / (2 * size), (unit if difference else math.inf) / (2 * size)
 
 
 def check_smoothness(

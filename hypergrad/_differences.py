@@ -1,5 +1,6 @@
 """Differences along a direction, for all that holds a derivative against them. Knows nothing of training."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +33,16 @@ def check_like(gradient: Any, hypers: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(hypers), arrays)
 
 
-def central(f: Callable[[Any], Array], x: Any, direction: Any, size: float) -> float:
-    """D(h) = (f(x + h d) - f(x - h d)) / 2h, off by O(h^2)."""
-    return float(f(moved(x, direction, size)) - f(moved(x, direction, -size))) / (2 * size)
+def central(f: Callable[[Any], Array], x: Any, direction: Any, size: float) -> tuple[float, float]:
+    """(D(h) = (f(x + h d) - f(x - h d)) / 2h, off by O(h^2); how far the rounding of both values may take it).
+
+    A difference of exactly zero is one that was lost: all of the change, in the value or in what moves, may have been
+    rounded away.
+    """
+    ends = [f(moved(x, direction, h)) for h in (size, -size)]
+    unit = float(jnp.finfo(ends[0].dtype).eps) * max(abs(float(end)) for end in ends)
+    difference = float(ends[0]) - float(ends[1])
+    return difference / (2 * size), (unit if difference else math.inf) / (2 * size)
 
 
 def extrapolated(coarse: Any, fine: Any) -> Any:

@@ -286,7 +286,7 @@ def check_hypergradient(
     for _ in range(directions):
         d = [jnp.asarray(rng.choice([-1.0, 1.0], jnp.shape(x)), jnp.result_type(x)) for x in leaves]
         direction = jax.tree.unflatten(tree, d)
-        numeric = extrapolated(*(central(of_learned, learned, direction, size) for size in (step, step / 2)))
+        numeric = extrapolated(*(central(of_learned, learned, direction, size)[0] for size in (step, step / 2)))
         exact = float(sum(jnp.vdot(g, e) for g, e in zip(jax.tree.leaves(gradient), d, strict=True)))
         results.append(Comparison(exact, numeric))
     worst = max(results, key=lambda c: math.inf if math.isnan(c.relative_error) else c.relative_error)
