@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 import hypergrad as hg
+from experiments._case_own_rules import OWN, OWN_TRANSFORMS
 from experiments._grammar import Shape
 from hypergrad.optimizers import Link, Optimizer
 
@@ -69,6 +70,8 @@ WIDE: dict[str, tuple[Any, float, tuple[str, ...]]] = {
 }  # fmt: skip
 DECAYS = (0.3, 0.75, 0.9, 0.97)
 TRANSFORMS = ("clip", "clip_by_global_norm", "add_decayed_weights", "freeze")
+_SIZES = {"clip": 0.05, "clip_by_global_norm": 0.2, "add_decayed_weights": 0.1}
+_SIZES |= {name: size for name, (_, size) in OWN_TRANSFORMS.items()}
 
 
 class Arrays:
@@ -88,9 +91,11 @@ def decay_of(one: Any, chance: Any, value: Any) -> Any:
     return hg.unit_interval(value) if chance(0.5) else value
 
 
-def rule_of(arrays: Arrays, one: Any, chance: Any, name: str, h: dict[str, Any]) -> tuple[Callable[..., Any], str]:
-    """(natural h, steps) -> the optimizer, and its name; what it takes of h is added to h."""
-    kind, size, decays = (RULES | LATER | WIDE)[name]
+def rule_of(
+    arrays: Arrays, one: Any, chance: Any, name: str, h: dict[str, Any], transforms: tuple[str, ...]
+) -> tuple[Callable[..., Any], str]:
+    """(natural h, steps) -> the optimizer, and its name; what it takes of h is added to h. transforms: to draw from."""
+    kind, size, decays = (RULES | LATER | WIDE | OWN)[name]
     form = one(("scalar", "scalar", "per leaf", "per weight", "per step"))
     spread = lambda shape: size * np.exp(0.3 * arrays(shape))  # noqa: E731
     forms: dict[str, Callable[[], Any]] = {
@@ -107,17 +112,21 @@ def rule_of(arrays: Arrays, one: Any, chance: Any, name: str, h: dict[str, Any])
             h[decay] = decay_of(one, chance, value)
         else:
             fixed[decay] = float(value)
-    wrappers = [one(TRANSFORMS)] * chance(0.45) + [one(TRANSFORMS)] * chance(0.1)
+    wrappers = [one(transforms)] * chance(0.45) + [one(transforms)] * chance(0.1)
     for wrapper in wrappers:
         if wrapper != "freeze":
-            h[wrapper] = np.float64({"clip": 0.05, "clip_by_global_norm": 0.2, "add_decayed_weights": 0.1}[wrapper])
+            h[wrapper] = np.float64(_SIZES[wrapper])
     mask = {k: i > 0 for i, k in enumerate(h["params"])}
 
     def optimizer(h: dict[str, Any], steps: int) -> Any:
         rate = hg.PerStep(h["rate"][:steps]) if form == "per step" else h["rate"]
         found = kind(rate, **fixed, **{k: h[k] for k in decays if k in h})
         for wrapper in wrappers:
-            found = hg.freeze(found, mask) if wrapper == "freeze" else getattr(hg, wrapper)(found, h[wrapper])
+            if wrapper == "freeze":
+                found = hg.freeze(found, mask)
+            else:
+                around = OWN_TRANSFORMS[wrapper][0] if wrapper in OWN_TRANSFORMS else getattr(hg, wrapper)
+                found = around(found, h[wrapper])
         return found
 
     return optimizer, " in ".join([f"{name} with a rate {form}", *wrappers])

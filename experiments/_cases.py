@@ -11,9 +11,11 @@ import numpy as np
 
 import hypergrad as hg
 from experiments import _bent_rules
+from experiments._case_own_rules import OWN, OWN_TRANSFORMS, ROUND
 from experiments._case_roads import ROADS, trained
-from experiments._case_rules import DECAYS, LATER, RULES, WIDE, Arrays, decay_of, rule_of
+from experiments._case_rules import DECAYS, LATER, RULES, TRANSFORMS, WIDE, Arrays, decay_of, rule_of
 from experiments._grammar import Shape, write_loss
+from experiments._grammar_operations import FIRST, WHOLE
 from experiments._judge import Case
 
 
@@ -28,6 +30,8 @@ SEEDS_THAT_READ = 2_000_000  # rows of theta by index, and one value of it per s
 SEEDS_IN_PARTS = 3_000_000  # train with microbatches
 WIDE_SEEDS = 4_000_000  # of rules of matrices and partitions, other roads back, runs that go on, and metrics
 COMPLEX_SEEDS = 5_000_000  # of those, with a complex number in theta, made of two real hyperparameters
+OWN_SEEDS = 6_000_000  # of those, with rules and transformations of one's own, narrow parameters, and more of JAX
+NARROW = ("bfloat16", "float16", "float32")
 
 
 class Drawn(NamedTuple):
@@ -62,7 +66,7 @@ def draw(seed: int) -> Drawn:
     rng = np.random.default_rng(seed)
     one = lambda options: options[int(rng.integers(len(options)))]  # noqa: E731
     chance = lambda p: bool(rng.random() < p)  # noqa: E731
-    wide = seed >= WIDE_SEEDS
+    wide, own = seed >= WIDE_SEEDS, seed >= OWN_SEEDS
     modes = MODES | ROADS if wide else MODES
     mode = str(rng.choice(list(modes), p=np.array(list(modes.values())) / sum(modes.values())))
     x64, rough = mode == "optimize" or chance(0.8), chance(0.2)
@@ -75,12 +79,16 @@ def draw(seed: int) -> Drawn:
     if seed >= SEEDS_THAT_READ:
         theta |= {"rows": (7, 3), "each": ()}
     evidence = chance(0.2)
-    source, marks = write_loss(rng, params, theta, rough, evidence)
+    source, marks = write_loss(rng, params, theta, rough, evidence, WHOLE if own else FIRST)
+    casts = {name: one(NARROW) for name in (*params, "s0") if chance(0.4)} if own and rough and "fft" not in source else {}
+    marks |= {"32 bits" if dtype == "float32" else "16 bits" for dtype in casts.values()}
     rules = ("SGD", "SGD", "HeavyBall", "HeavyBall", "Adam", "Adam", *RULES) if seed < LATER_SEEDS else tuple(LATER)
     if seed >= SEEDS_IN_PARTS:
         rules = (*RULES, *LATER)
     if wide:
         rules = (*RULES, *LATER, *WIDE, *WIDE, *WIDE)
+    if own:
+        rules = (*rules, *OWN, *OWN)
     steps, name = int(rng.integers(2, 9)), one(rules)
     arrays = Arrays(rng)
     h = {"params": arrays.dict(params), "theta": arrays.dict(theta)}
@@ -88,7 +96,8 @@ def draw(seed: int) -> Drawn:
         h["theta"]["each"] = arrays((8,))  # as many as there are steps are taken
     if seed >= COMPLEX_SEEDS:
         h["theta"]["plane"] = arrays((2,))
-    rule, said = rule_of(arrays, one, chance, name, h)
+    rule, said = rule_of(arrays, one, chance, name, h, (*TRANSFORMS, *OWN_TRANSFORMS) if own else TRANSFORMS)
+    marks |= {"16 bits"} if name in ROUND else set()
     if evidence:
         h["means"] = {"seen": np.float64(0.1), "row": rng.normal(size=4)}
         h["statistics_decay"] = decay_of(one, chance, np.float64(one(DECAYS)))
@@ -110,11 +119,16 @@ def draw(seed: int) -> Drawn:
     batched = batches if parts is None else f"{batches} in {parts} parts"
     words = f"{said}, {steps} steps, batches {batched}, {floats}, {mode}{compiled}, in {' '.join(names)}"
     words += ", then trained on" * again + ", measured" * measured
+    words += "".join(f", {name} in {dtype}" for name, dtype in casts.items())
 
     def make() -> Case:
-        return _case(loss_of(source, seed), h, rule, data, batches, parts, steps, reads, varied, again, measured)
+        return _case(loss_of(source, seed), h, rule, data, batches, parts, steps, reads, varied, again, measured, casts)
 
     return Drawn(seed, source, words, mode, names, quick, x64, frozenset(marks), make)
+
+
+def _cast(tree: dict[str, Any], casts: dict[str, str]) -> dict[str, Any]:
+    return {name: x.astype(casts[name]) if name in casts else x for name, x in tree.items()}
 
 
 def _theta(theta: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -147,7 +161,7 @@ def _metric(params: Any, theta: Any, batch: Any, state: Any, hypers: Any) -> dic
 
 def _case(
     loss: Any, h: Any, rule: Any, data: Any, batches: str, parts: int | None, steps: int, reads: tuple[bool, bool],
-    varied: tuple[str, ...], again: bool, measured: bool,
+    varied: tuple[str, ...], again: bool, measured: bool, casts: dict[str, str],
 ) -> Case:  # fmt: skip
     dtype = jnp.result_type(float)
     loss = _in_the_plane(loss) if "plane" in h["theta"] else loss
@@ -172,11 +186,11 @@ def _case(
     def value(h: Any, key: Any, adjoint: Any) -> jax.Array:
         h = hg.natural(h)
         statistics = hg.Statistics(h["means"], h["statistics_decay"]) if "means" in h else None
-        run: Any = None
+        run, params = None, _cast(h["params"], casts)
         for _ in range(1 + again):
             run = trained(
-                adjoint, loss if parts is None else _of_one_row(loss), h["params"] if run is None else run.params,
-                rule(h, steps), source(key, adjoint), theta=_theta(h["theta"], steps), steps=steps,
+                adjoint, loss if parts is None else _of_one_row(loss), params if run is None else run.params,
+                rule(h, steps), source(key, adjoint), theta=_cast(_theta(h["theta"], steps), casts), steps=steps,
                 statistics=statistics, state=None if run is None else run.state, microbatches=parts,
                 metric=_metric if measured else None,
             )  # fmt: skip

@@ -10,18 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments._grammar_operations import (
-    ALONG,
-    BINARY,
-    CASTS,
-    KINKED,
-    OPERATIONS,
-    REDUCED,
-    RULES,
-    SMOOTH,
-    STOPPED,
-    WRAPPED,
-)  # fmt: skip
+from experiments._grammar_operations import BINARY, FIRST, RULES, STOPPED, VECTORS, Table
 
 
 Shape = tuple[int, ...]
@@ -35,8 +24,8 @@ class Value(NamedTuple):
 class Writer:
     """Lines of a loss, and the values that they have made so far."""
 
-    def __init__(self, rng: np.random.Generator, rough: bool) -> None:
-        self.rng, self.rough = rng, rough
+    def __init__(self, rng: np.random.Generator, rough: bool, table: Table) -> None:
+        self.rng, self.rough, self.table = rng, rough, table
         self.lines: list[str] = []
         self.pool: list[Value] = []
         self.used: set[str] = set()
@@ -75,7 +64,7 @@ class Writer:
 
     def unary(self) -> str:
         which = self.rng.random()
-        return self.pick(SMOOTH if which < 0.75 else KINKED if which < 0.93 else STOPPED)
+        return self.pick(self.table.smooth if which < 0.75 else self.table.kinked if which < 0.93 else STOPPED)
 
     def attempt(self, operation: str) -> None:
         """One of the methods below: each writes a line if there are values that it can take."""
@@ -101,12 +90,12 @@ class Writer:
     def along(self) -> None:
         if a := self.some(lambda shape: len(shape) > 0 and max(shape) > 1):
             axis = self.pick([i for i, n in enumerate(a.shape) if n > 1])
-            self.write(self.pick(ALONG).format(a.name, axis, a.shape[axis]), a.shape)
+            self.write(self.pick(self.table.along).format(a.name, axis, a.shape[axis]), a.shape)
 
     def reduced(self) -> None:
         if a := self.some(lambda shape: len(shape) > 0):
             axis = int(self.rng.integers(len(a.shape)))
-            self.write(self.pick(REDUCED).format(a.name, axis), a.shape[:axis] + a.shape[axis + 1 :])
+            self.write(self.pick(self.table.reduced).format(a.name, axis), a.shape[:axis] + a.shape[axis + 1 :])
 
     def reshaped(self) -> None:
         a = self.some(lambda shape: len(shape) > 1)
@@ -134,8 +123,9 @@ class Writer:
     def solved(self) -> None:
         if not self.rough and (a := self.some(lambda shape: len(shape) == 2)):
             n = a.shape[1]
-            text = self.pick(("jnp.linalg.cholesky({0})", "jnp.linalg.inv({0} + 1)", "jnp.linalg.solve({0}, jnp.ones({1}))"))
-            self.write(text.format(f"({a.name}.T @ {a.name} + jnp.eye({n}))", n), (n,) if "solve" in text else (n, n))
+            text = self.pick(self.table.solved)
+            is_vector = any(name in text for name in VECTORS)
+            self.write(text.format(f"({a.name}.T @ {a.name} + jnp.eye({n}))", n), (n,) if is_vector else (n, n))
 
     def convolved(self) -> None:
         a, k = self.some(lambda shape: len(shape) in (2, 3)), self.some(lambda shape: len(shape) in (1, 2))
@@ -177,7 +167,9 @@ class Writer:
     def wrapped(self) -> None:
         if a := self.some():
             chain = self.chain("z", 2)
-            text = self.pick(WRAPPED).replace("{1_of_0}", chain.replace("z", a.name) if "zeros" not in chain else a.name)
+            text = self.pick(self.table.wrapped).replace(
+                "{1_of_0}", chain.replace("z", a.name) if "zeros" not in chain else a.name
+            )
             self.write(text.format(a.name, chain, f"jnp.asarray({self.scalar()}, {a.name}.dtype)"), a.shape)
 
     def batched(self) -> None:
@@ -194,16 +186,45 @@ class Writer:
 
     def cast(self) -> None:
         if self.rough and (a := self.some()):
-            dtype = self.pick(CASTS)
-            self.marks.add("16 bits" if "16" in dtype else "32 bits")
-            self.write(f"{a.name}.astype(jnp.{dtype}).astype({a.name}.dtype)", a.shape)
+            dtype = self.pick(self.table.casts)
+            self.marks.add("32 bits" if dtype == "float32" else "16 bits")
+            if "," in dtype:
+                self.write(f"jax.lax.reduce_precision({a.name}, {dtype})", a.shape)
+            else:
+                self.write(f"{a.name}.astype(jnp.{dtype}).astype({a.name}.dtype)", a.shape)
+
+    def randomized(self) -> None:
+        """By a key that is fixed, or one that the batch brings along."""
+        if a := self.some():
+            key = self.pick(("jax.random.key(3)", "jax.random.fold_in(jax.random.key(0), batch['which'])"))
+            text = self.pick(
+                (
+                    "{a} * jax.random.bernoulli({key}, 0.7, {a}.shape)",
+                    "{a} + 0.3 * jax.random.normal({key}, {a}.shape, {a}.dtype)",
+                    "{a} * jax.random.gumbel({key}, {a}.shape, {a}.dtype)",
+                    "jax.random.permutation({key}, {a})" if a.shape else "jnp.sin({a})",
+                )
+            )
+            self.write(text.format(a=a.name, key=key), a.shape)
+
+    def pooled(self) -> None:
+        if a := self.some(lambda shape: len(shape) > 0):
+            window = (1,) * (len(a.shape) - 1) + (2,)
+            kind = self.pick(("-jnp.inf, jax.lax.max", "jnp.inf, jax.lax.min", "0.0, jax.lax.add"))
+            strides = (1,) * len(a.shape)
+            self.write(f"jax.lax.reduce_window({a.name}, {kind}, {window}, {strides}, 'SAME')", a.shape)
 
 
 def write_loss(
-    rng: np.random.Generator, params: dict[str, Shape], theta: dict[str, Shape], rough: bool, evidence: bool
+    rng: np.random.Generator,
+    params: dict[str, Shape],
+    theta: dict[str, Shape],
+    rough: bool,
+    evidence: bool,
+    table: Table = FIRST,
 ) -> tuple[str, set[str]]:
     """(source of `loss(p, theta, batch)`, what it contains). The batch: x [4, 3], y [4], places int [5], which int."""
-    w = Writer(rng, rough)
+    w = Writer(rng, rough, table)
     full = {name: shape for name, shape in params.items() if 0 not in shape}
     for name, shape in full.items():
         w.write(f'p["{name}"]', shape)
@@ -216,9 +237,9 @@ def write_loss(
             w.write(f'theta["{name}"]', shape)
     w.write('batch["x"]', (4, 3))
     w.write('batch["y"]', (4,))
-    weights = np.array([weight for _, weight in OPERATIONS], float)
-    for which in rng.choice(len(OPERATIONS), int(rng.integers(4, 15)), p=weights / weights.sum()):
-        w.attempt(OPERATIONS[which][0])
+    weights = np.array([weight for _, weight in table.operations], float)
+    for which in rng.choice(len(weights), int(rng.integers(4, 15)), p=weights / weights.sum()):
+        w.attempt(table.operations[which][0])
     loose = [v for v in w.pool if v.name not in w.used]
     mean = lambda text: f"jnp.mean({text}.astype(wide))"  # noqa: E731
     joint = [f"{1 + 0.3 * i:.1f} * {mean(f'jnp.tanh({v.name})')}" for i, v in enumerate(loose)]

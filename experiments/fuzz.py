@@ -7,7 +7,9 @@ derivative rules of their own, an optimizer with transformations and statistics,
 differentiated. `--only` runs one again and prints its loss. Several processes may share the numbers: `--first 0 --cases
 1000` and `--first 1000 --cases 1000`. Those from 1000000 on draw the rules that came later; from 2000000 on they read rows
 and steps of theta besides; from 3000000 on they draw of all rules and train with microbatches; from 4000000 on they draw
-rules of matrices and partitions, too, go back by `hg.record` and other roads, go on from a state, and measure.
+rules of matrices and partitions, too, go back by `hg.record` and other roads, go on from a state, and measure; from 5000000
+on theta has a complex number; from 6000000 on there are rules and transformations of one's own, some of which round or bend
+what passes through them, floats of 8 bits, parameters in 16, and more of JAX.
 
 Three cases in four are compiled with few of XLA's optimizations; `--part quick` runs those alone, in two thirds of their
 time since all of the process is compiled so, `--part full` the others. A difference is tried again as users compile, in a

@@ -42,7 +42,7 @@ from hypergrad._record_files import (
     train_and_keep,
     train_on,
 )
-from hypergrad._record_prints import PRINTED, compare, prints_of
+from hypergrad._record_prints import compare, prints_of, reject_changes
 from hypergrad._record_resume import taken_over
 from hypergrad._record_states import file_of
 from hypergrad._safe_files import unsealed
@@ -212,12 +212,8 @@ class Record:
 
     def _check_unchanged(self) -> None:
         """That what was recorded computes the same still: it is traced anew, with what it reads from outside."""
-        now = prints_of(*run_of(self._made, self.folder)[:2])
-        if changed := [what for name, what in PRINTED.items() if now[name] != self._prints[name]]:
-            raise ValueError(
-                f"{', '.join(changed)} of the record in {self.folder} have changed since it was opened: a global, an "
-                "attribute or an array that they read. Set it back, or record the new run in another folder."
-            )
+        run, inputs, _ = run_of(self._made, self.folder)
+        reject_changes(self.folder, self._prints, prints_of(run, inputs), run.x64 == self._run.x64)
 
     def _at(self, step: int, state: State) -> Trained:
         with own_settings():

@@ -61,8 +61,19 @@ def compare(folder: pathlib.Path, there: dict[str, str], here: dict[str, str]) -
         if there[name] != here[name] and (name != "program" or traced_alike):
             raise ValueError(
                 f"the record in {folder} is of another run: {what} differ. Open it with the arguments that it was made "
-                "with, or record in another folder."
+                "with, under the same jax_enable_x64, or record in another folder."
             )
+
+
+def reject_changes(folder: pathlib.Path, there: dict[str, str], here: dict[str, str], same_floats: bool) -> None:
+    """Raise where what an open record is of computes something else than when it was opened."""
+    changed = [what for name, what in PRINTED.items() if here[name] != there[name]]
+    if changed:
+        other = "a global, an attribute or an array that they read" if same_floats else "jax_enable_x64"
+        raise ValueError(
+            f"{', '.join(changed)} of the record in {folder} have changed since it was opened: {other}. Set it back, or "
+            "record the new run in another folder."
+        )
 
 
 def prints_of(run: Run, inputs: Inputs) -> dict[str, str]:

@@ -24,10 +24,11 @@ from hypergrad._trace import Traced, trace, with_foreign
 from hypergrad.adjoints import Adjoint, Reversible
 from hypergrad.batches import HostBatches, full_batch
 from hypergrad.exact import grid_range
-from hypergrad.optimizers.block import Block, decided, linear_in_gradient, statistics_in
+from hypergrad.optimizers.block import Block, decided, statistics_in
 from hypergrad.optimizers.chain import STATISTICS
 from hypergrad.optimizers.expand import decay_interval
 from hypergrad.optimizers.lay_out import LaidOut, common, lay_out, shared, with_statistics
+from hypergrad.optimizers.linearity import linear_in_gradient
 from hypergrad.optimizers.partition import Layer
 from hypergrad.optimizers.statistics import Statistics
 from hypergrad.run.functions import Functions

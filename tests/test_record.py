@@ -13,6 +13,7 @@ from tiny import fails
 
 import hypergrad as hg
 from hypergrad._record import Record
+from hypergrad.optimizers import Link, Optimizer
 from hypergrad.run import cuts
 
 
@@ -130,3 +131,14 @@ def test_what_is_no_step(step: Any, tmp_path: pathlib.Path) -> None:
     for ask in (record.rewind, record.resume, lambda s: record.steps(s, STEPS), lambda s: record.steps(0, s)):
         with fails(ValueError, f"`step` must be an integer from 0 to {STEPS}; got {step!r}"):
             ask(step)
+
+
+def test_a_rule_that_loses_nothing_has_no_words(tmp_path: pathlib.Path) -> None:
+    class Leapfrog(Optimizer):
+        rate: Any
+        chain = (Link("velocity", lambda h, z, g: -g), Link("params", lambda h, z: h.rate * z.velocity))
+
+    given = options() | {"optimizer": Leapfrog(0.01)}
+    record = hg.record(**given, folder=tmp_path)
+    assert_same(numbers(record.rewind(3)), numbers(hg.train(**given | {"steps": 3})))
+    assert_same(numbers(record.resume(3)), numbers(record.trained))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr
 
 from hypergrad._bounds import lowest
 from hypergrad._isolation import only_products
@@ -108,18 +108,6 @@ class Block:
         program = jax.make_jaxpr(function)(h, others, self.seen(link, z)).jaxpr
         check_fits(link, program.outvars[0].aval.shape, z[link.name].shape)
         return program
-
-    def is_linear(self, link: Link, h: Hypers, z: Floats) -> bool:
-        """Whether the increment's derivative along the gradient reads hyperparameters alone."""
-        others, g = {name: x for name, x in z.items() if name != link.name}, self.seen(link, z)
-        along = lambda h, z, g, dg: jax.jvp(lambda g: self.increment(link, h, z, g), (g,), (dg,))[1]  # noqa: E731
-        program = jax.make_jaxpr(along)(h, others, g, g).jaxpr
-        needed = {x for x in program.outvars if not isinstance(x, Literal)}
-        for e in reversed(program.eqns):
-            if not needed.isdisjoint(e.outvars):
-                needed |= {x for x in e.invars if not isinstance(x, Literal)}
-        of_h = len(jax.tree.leaves(h))
-        return needed.isdisjoint(program.invars[of_h:-1])
 
     def seen(self, link: Link, z: Floats) -> jax.ShapeDtypeStruct:
         """What a link is given as g: like the block, or, if it is no gradient, like what the link holds."""
@@ -281,16 +269,6 @@ def lost_by(buffer: Buffer, n: np.ndarray, link: Link) -> Lost:
     """n: its smallest numerator at each step, int64 [steps]."""
     bits = math.log2(link.denominator / n.min(initial=link.denominator))
     return Lost(buffer.words_needed(n, link.denominator), bits)
-
-
-def linear_in_gradient(blocks: Sequence[Block], h: list[Hypers], values: list[Floats]) -> bool:
-    """Of rules that say so: it is looked for in those that are not the library's, since a class may inherit what it says."""
-    for block, hj, own in zip(blocks, h, values, strict=True):
-        like = {name: jax.ShapeDtypeStruct(x.shape, block.dtype) for name, x in own.items()}
-        for link in block.chain[:-1]:
-            if link.increment and foreign(link.increment) and not block.is_linear(link, hj, like):
-                return False
-    return True
 
 
 def statistics_in(blocks: tuple[Block, ...]) -> bool:

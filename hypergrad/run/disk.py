@@ -20,8 +20,9 @@ import secrets
 import shutil
 import stat
 import struct
+import urllib.parse
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 import jax
@@ -95,7 +96,7 @@ class DiskWords(Words):
     def __init__(self, folder: pathlib.Path, shapes: dict[str, tuple[int, ...]], keep: bool) -> None:
         super().__init__()
         self.folder, self.token, self.shapes = folder, folder.name.removeprefix("words-"), list(shapes.values())
-        self.paths = [folder / f"{name}.words" for name in shapes]
+        self.paths = _paths(folder, shapes)
         self.places: dict[int, list[Place]] = {}
         folder.mkdir()
         descriptors = [] if keep else [_locked(folder)]
@@ -116,10 +117,10 @@ class DiskWords(Words):
         found = []
         if len(self.places.get(first, ())) != len(self.paths):
             raise StorageError(f"{self.folder} was changed or cut off: it lacks digits of the steps from {first}.")
-        for path, place, shape in zip(self.paths, self.places[first], self.shapes, strict=True):
+        for path, place, shape in zip(self.paths, self.places.get(first, []), self.shapes, strict=True):
             with _opened(path) as file:
                 file.seek(place.offset)
-                found.append(unsealed(path, file.read(place.size), first, shape))
+                found.append(unsealed(path, _read(file, place.size), first, shape))
                 if hasattr(os, "posix_fadvise"):  # the chunk before is next
                     before = max(place.offset - place.size, 0)
                     os.posix_fadvise(file.fileno(), before, place.size, os.POSIX_FADV_WILLNEED)
@@ -131,7 +132,7 @@ class DiskWords(Words):
         words = object.__new__(DiskWords)
         Words.__init__(words)
         words.folder, words.token, words.shapes = folder, folder.name.removeprefix("words-"), list(shapes.values())
-        words.paths = [folder / f"{name}.words" for name in shapes]
+        words.paths = _paths(folder, shapes)
         words.places = {}
         for path, shape in zip(words.paths, words.shapes, strict=True):
             for first, place in _places(path, words.token, shape):
@@ -148,13 +149,18 @@ class DiskWords(Words):
             raise StorageError(f"{path} cannot be written: {error.strerror or error}. {_CURE}") from error
 
 
+def _paths(folder: pathlib.Path, names: Iterable[str]) -> list[pathlib.Path]:
+    """Links may have any name; that of a file has no slash in it."""
+    return [folder / f"{urllib.parse.quote(name, safe=' ')}.words" for name in names]
+
+
 def sealed(first: int, steps: int, words: np.ndarray, capacity: int) -> bytes:
     content = words.astype("<u2").tobytes()
     numbers = _NUMBERS.pack(first, steps, len(words), capacity)
     return numbers + hashlib.sha256(numbers + content).digest() + content
 
 
-def unsealed(path: pathlib.Path, chunk: bytes, first: int, shape: tuple[int, ...]) -> tuple[np.ndarray, int]:
+def unsealed(path: pathlib.Path, chunk: bytes | bytearray, first: int, shape: tuple[int, ...]) -> tuple[np.ndarray, int]:
     """The inverse of `sealed`: (words, capacity)."""
     numbers, seal, content = np.split(np.frombuffer(chunk, np.uint8), [_NUMBERS.size, _NUMBERS.size + _DIGEST])
     whole = len(chunk) >= _NUMBERS.size + _DIGEST
@@ -192,6 +198,19 @@ def _places(path: pathlib.Path, token: str, shape: tuple[int, ...]) -> Iterator[
                 raise StorageError(f"{path} was changed or cut off: it ends within the digits of the steps from {first}.")
             yield first, Place(offset, size)
             offset += size
+
+
+_AT_ONCE = 2**30  # bytes; Linux reads less than 2 GiB at a call
+
+
+def _read(file: BinaryIO, size: int) -> bytearray:
+    """So many bytes, or what there is."""
+    content, done = bytearray(size), 0
+    with memoryview(content) as whole:
+        while done < size and (count := file.readinto(whole[done : done + _AT_ONCE])):  # type: ignore[attr-defined]
+            done += count
+    del content[done:]
+    return content
 
 
 @contextlib.contextmanager

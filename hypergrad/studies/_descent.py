@@ -93,10 +93,9 @@ class Proposal(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """How far a chain has been replayed. numbers: of its trials; last: the gradient of the last one, as stored."""
+    """How far a chain has been replayed. seen: all that was read of its trials, by their hashes."""
 
-    numbers: tuple[int, ...]
-    last: str
+    seen: tuple[int, ...]
     here: Point
     state: Any
     update: np.ndarray
@@ -121,14 +120,13 @@ class Descent:
         return Proposal({**chain.head.params, **dict(zip(here.axes.names, moved, strict=True))}, elements)
 
     def _replayed(self, study: str, chain: Chain, sign: float) -> _Known:
-        numbers = tuple(trial.number for trial in chain.trials)
+        """Another study may have the name of one that was removed."""
+        seen = tuple(_content(trial, sign) for trial in chain.trials)
         known = self.known.get((study, chain.number))
-        if known is not None:
-            done = len(known.numbers)
-            if known.numbers != numbers[:done] or known.last != _marks.gradient_text(chain.trials[done - 1]):
-                known = None
-        for i in range(len(known.numbers) if known else 0, len(numbers)):
-            known = self._after(known, numbers[: i + 1], chain.trials[i], sign)
+        if known is not None and known.seen != seen[: len(known.seen)]:
+            known = None
+        for i in range(len(known.seen) if known else 0, len(seen)):
+            known = self._after(known, seen[: i + 1], chain.trials[i], sign)
         assert known is not None
         with self.lock:
             self.known[study, chain.number] = known
@@ -136,14 +134,19 @@ class Descent:
                 del self.known[next(iter(self.known))]
         return known
 
-    def _after(self, known: _Known | None, numbers: tuple[int, ...], trial: FrozenTrial, sign: float) -> _Known:
+    def _after(self, known: _Known | None, seen: tuple[int, ...], trial: FrozenTrial, sign: float) -> _Known:
         here = point(trial, sign)
         init, update = _compiled(self.meta_optimizer)
         with jax.enable_x64(True):
             same = known is not None and _alike(known.here, here)
             state = known.state if known is not None and same else init(here.position)
             moved, state = update(here.gradient, state, here.position, here.value)
-            return _Known(numbers, _marks.gradient_text(trial), here, state, np.asarray(moved))
+            return _Known(seen, here, state, np.asarray(moved))
+
+
+def _content(trial: FrozenTrial, sign: float) -> int:
+    params = tuple(sorted((name, repr(x), repr(trial.distributions[name])) for name, x in trial.params.items()))
+    return hash((trial.number, sign, trial.value, params, *_marks.texts(trial)))
 
 
 def _alike(a: Point, b: Point) -> bool:

@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial
 from hypergrad.hypers import Domain, describe, describe_hypers, is_domain, split_fixed
 from hypergrad.studies import _marks
 from hypergrad.studies._descent import Axes
+from hypergrad.studies._trees import elements_of
 
 
 Space = Literal["natural", "unconstrained"]
@@ -141,7 +142,7 @@ def _elements(grads: Any, tree: _marks.Tree | None) -> np.ndarray:
         different = next(path for path in sorted({*leaves, *tree.leaves}) if leaves.get(path) != tree.leaves.get(path))
         there, here = tree.leaves.get(different, "nothing"), leaves.get(different, "nothing")
         raise _Unusable(f"the suggested tree has {there} at {different}, its gradient {here}.")
-    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(learned)])
+    return elements_of(learned, tree.leaves).astype(np.float64)
 
 
 def _check_finite(gradient: _marks.Gradient) -> None:

@@ -105,15 +105,22 @@ def read_gradient(trial: Any) -> Gradient | None:
     return Gradient(names, *np.split(values.astype(np.float64), [len(names)]))
 
 
+def remove_gradient(storage: Any, trial_id: int) -> None:
+    """Of a trial that has taken over another's attributes: what it comes to is its own."""
+    storage.set_trial_system_attr(trial_id, GRADIENT, None)
+
+
 def gradient_names(trial: Any) -> list[str] | None:
     """The suggested numbers that have a derivative, undecoded; None without a gradient."""
     mark = _read(trial.system_attrs, GRADIENT)
     return None if mark is None else mark["names"]
 
 
-def gradient_text(trial: Any) -> str:
-    """The gradient as it is stored: equal texts are equal gradients."""
-    return trial.system_attrs[GRADIENT]["values"]
+def texts(trial: Any) -> tuple[str, ...]:
+    """Its gradient and its tree as they are stored: equal texts are equal numbers."""
+    gradient, tree = trial.system_attrs[GRADIENT], _read(trial.system_attrs, TREE)
+    of_tree = () if tree is None else (*map(str, tree["leaves"].items()), tree["dtype"], tree["values"])
+    return (*gradient["names"], gradient["values"], *of_tree)
 
 
 def write_tree(storage: Any, trial_id: int, tree: Tree) -> None:

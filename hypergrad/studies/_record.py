@@ -14,7 +14,6 @@ import optuna
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
-from hypergrad._forms import LARGEST
 from hypergrad._forms import natural as natural_number
 from hypergrad._hyper_names import hyper_path
 from hypergrad.errors import HypergradError
@@ -24,11 +23,12 @@ from hypergrad.hypers import natural
 class RecordTrials:
     """A callback of `hg.optimize`: each meta-step becomes a trial of `study`, with the validation value as its value.
 
-    Attributes of the trial: run, meta_step, seconds, gradient_norm, gradient_evaluations (elementary ones, `evaluations` of
-    them a meta-step: a number that you measure, None leaves it out), certificate ("exact", or the sentence of what went
-    wrong; None if nothing was trained), bits_per_parameter_step, monitor, and `hypers` with the natural value of each that
-    is one number. A value that is not finite makes a failed trial. With a `checkpoint` no meta-step is recorded twice. The
-    study has one objective, which is minimized: ValueError.
+    Attributes of the trial: run (the number of the first trial of its run), meta_step, seconds, gradient_norm,
+    gradient_evaluations (elementary ones, `evaluations` of them a meta-step: a number that you measure, None leaves it out),
+    certificate ("exact", or the sentence of what went wrong; None if nothing was trained), bits_per_parameter_step, monitor,
+    and `hypers` with the natural value of each that is one number. A value that is not finite makes a failed trial. Several
+    processes may record into one study. With a `checkpoint` no meta-step is recorded twice: a run that goes on is told by
+    its values. The study has one objective, which is minimized: ValueError.
     """
 
     def __init__(self, study: optuna.Study, evaluations: float | None = None) -> None:
@@ -37,28 +37,42 @@ class RecordTrials:
         self.begin(None)
 
     def begin(self, history: list[Any] | None) -> None:
+        self.history, self.run = list(history or ()), None
+        self.may_go_on = history is not None
+        if self.history:
+            self._find_run(len(self.history) + 1)  # a process that dies may have recorded what it has not kept
+
+    def __call__(self, done: Any) -> None:
+        self.history.append(done)
+        if self.may_go_on:
+            self.may_go_on = False
+            self._find_run(len(self.history))
+        else:
+            self._record(done)
+
+    def _find_run(self, longest: int) -> None:
+        """That of which nothing is known that is not in the history; what it lacks is recorded."""
         runs: dict[int, dict[int, float | None]] = {}  # run -> meta-step -> value
         for trial in self.study.get_trials(deepcopy=False):
             run, step = (_natural_attribute(trial, name) for name in ("run", "meta_step"))
-            if run is not None and run < LARGEST:  # the next one is a number too
-                runs.setdefault(run, {}).update({} if step is None else {step: trial.value})
-        same = (run for run, values in runs.items() if _is_of(values, history or ()))
-        self.run = max(same, default=max(runs, default=-1) + 1)
-        for done in history or ():
-            self(done)
+            if run is not None and step is not None:
+                runs.setdefault(run, {})[step] = trial.value
+        fits = [run for run, values in runs.items() if max(values) < longest and _is_of(values, self.history)]
+        self.run = max(fits, key=lambda run: (len(runs[run]), run), default=None)
+        recorded = runs.get(self.run, {}) if self.run is not None else {}
+        for done in self.history:
+            if done.step not in recorded:
+                self._record(done)
 
-    def __call__(self, done: Any) -> None:
-        place = {"run": self.run, "meta_step": done.step}
-        trials = self.study.get_trials(deepcopy=False)
-        if any({k: _natural_attribute(t, k) for k in place} == place for t in trials):
-            return
-        finite = math.isfinite(done.value)
-        self.study.add_trial(
-            optuna.create_trial(
-                state=TrialState.COMPLETE if finite else TrialState.FAIL,
-                value=done.value if finite else None,
-                user_attrs=place | self._attributes(done),
-            )
+    def _record(self, done: Any) -> None:
+        finite, storage = math.isfinite(done.value), self.study._storage
+        new = optuna.create_trial(state=TrialState.RUNNING, user_attrs={"meta_step": done.step, **self._attributes(done)})
+        trial = storage.create_new_trial(self.study._study_id, new)
+        if self.run is None:
+            self.run = storage.get_trial_number_from_id(trial)
+        storage.set_trial_user_attr(trial, "run", self.run)
+        storage.set_trial_state_values(
+            trial, TrialState.COMPLETE if finite else TrialState.FAIL, [done.value] if finite else None
         )
 
     def _attributes(self, done: Any) -> dict[str, Any]:

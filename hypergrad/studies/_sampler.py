@@ -62,8 +62,9 @@ class HypergradientSampler(BaseSampler):
         _marks.study_seed(study, self._seed)
         link = _marks.Link(trial.number, 0, None)
         again = _marks.copied_link(trial)
-        if again is not None and again.step > 0:
-            link = again  # another attempt at the place of a trial that died
+        if again is not None:  # another attempt at the place of a trial that died, with its parameters and its tree
+            link = again if again.step > 0 else link
+            _marks.remove_gradient(storage, trial._trial_id)
         elif not trial.params and "fixed_params" not in trial.system_attrs:
             others = [t for t in trials if t.number != trial.number]
             chain = _chains.chosen(others, _sign(study), datetime.datetime.now())
@@ -97,7 +98,12 @@ class HypergradientSampler(BaseSampler):
         return inner.sample_independent(study, trial, param_name, param_distribution)
 
     def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
-        self._inner(study, trial).after_trial(study, trial, state, values)
+        link = self._link(study, trial)
+        try:
+            self._inner(study, trial).after_trial(study, trial, state, values)
+        except KeyError as error:  # GridSampler asks for the cell of each trial, and one within a chain has none
+            if error.args != ("grid_id",) or link is None or link.step == 0:
+                raise
 
     def reseed_rng(self) -> None:
         if self._inner_sampler is not None:

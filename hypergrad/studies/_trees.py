@@ -1,6 +1,7 @@
 """`suggest_tree`: a whole pytree of hyperparameters as one compact attribute of a trial."""
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
@@ -43,21 +44,22 @@ def _suggested(trial: optuna.trial.Trial, learned: Any) -> Any:
     attributes = trial.storage.get_trial_system_attrs(trial._trial_id)
     tree = _marks.read_tree(attributes)
     if tree is not None and _marks.untyped(tree.leaves) == _marks.untyped(leaves):
-        learned = _shaped(tree.elements, learned)
+        learned = _shaped(tree, learned)
         if tree.leaves == leaves:
             return learned
+        leaves = {path: leaves[path] for path in tree.leaves}  # in the order of the chain
     else:
         _leave_chain(trial, attributes, {} if tree is None else tree.leaves, leaves)
         if _asked_before(trial, leaves):
             seed = _marks.draw(_marks.study_seed(trial.study), trial.number, 0)
             learned = scatter(learned, jax.random.key(seed), _SCATTER)
-    _marks.write_tree(trial.storage, trial._trial_id, _marks.Tree(leaves, _elements(learned)))
+    _marks.write_tree(trial.storage, trial._trial_id, _marks.Tree(leaves, elements_of(learned, leaves)))
     return learned
 
 
 def _refuse_another(trial: optuna.trial.Trial, leaves: dict[str, str], learned: Any) -> None:
     """The first would answer for the second, or be overwritten by it. What was asked is known to the trial's object."""
-    asked = leaves, digest(_elements(learned).tobytes())
+    asked = leaves, digest(elements_of(learned, sorted(leaves)).tobytes())
     if vars(trial).setdefault("_hypergrad_tree", asked) != asked:
         raise ValueError(
             f"trial {trial.number} has suggested another tree, or the same with other values: one tree a trial. Ask for all "
@@ -93,7 +95,7 @@ def _read_back(trial: optuna.trial.FrozenTrial, learned: Any) -> Any:
             f"trial {trial.number} tried another tree than `hypers`: {_marks.first_difference(tree.leaves, leaves)}. Pass "
             "hypers of the tree and domains that it was given."
         )
-    return _shaped(tree.elements, learned)
+    return _shaped(tree, learned)
 
 
 def _asked_before(trial: optuna.trial.Trial, leaves: dict[str, str]) -> bool:
@@ -101,16 +103,24 @@ def _asked_before(trial: optuna.trial.Trial, leaves: dict[str, str]) -> bool:
     return any(there is not None and _marks.untyped(there) == _marks.untyped(leaves) for there in others)
 
 
-def _shaped(elements: np.ndarray, like: Any) -> Any:
-    """The leaves of `like` with other elements."""
-    flat, structure = jax.tree.flatten(like)
-    parts = np.split(elements, np.cumsum([x.size for x in flat])[:-1])
-    shaped = [jnp.asarray(part.reshape(x.shape), x.dtype) for part, x in zip(parts, flat, strict=True)]
-    return jax.tree.unflatten(structure, shaped)
+def _shaped(tree: _marks.Tree, like: Any) -> Any:
+    """The leaves of `like` with the elements of the tree."""
+    flat = _by_path(like)
+    parts = np.split(tree.elements, np.cumsum([flat[path].size for path in tree.leaves])[:-1])
+    own = dict(zip(tree.leaves, parts, strict=True))
+    shaped = [jnp.asarray(own[path].reshape(x.shape), x.dtype) for path, x in flat.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), shaped)
 
 
-def _elements(learned: Any) -> np.ndarray:
-    return np.concatenate([np.ravel(_as_float(x)) for x in jax.tree.leaves(learned)])
+def elements_of(learned: Any, paths: Iterable[str]) -> np.ndarray:
+    """The inverse: the leaves at these paths, one after the other. A study has them in the order of `Tree.leaves`, which a
+    mapping of another kind need not have."""
+    flat = _by_path(learned)
+    return np.concatenate([np.ravel(_as_float(flat[path])) for path in paths])
+
+
+def _by_path(learned: Any) -> dict[str, Any]:
+    return dict(zip(describe_hypers(learned), jax.tree.leaves(learned), strict=True))
 
 
 def _as_float(x: Any) -> np.ndarray:

@@ -87,15 +87,18 @@ def test_a_meta_step_of_another_type_is_none_of_ours() -> None:
     for place in ({"run": True, "meta_step": 0}, {"run": 0, "meta_step": False}, {"run": 0, "meta_step": np.zeros(2)}):
         study.add_trial(optuna.create_trial(value=1.0, user_attrs=place))
     record = hg.studies.RecordTrials(study)
-    record.run = 0
-    done = hg.MetaStep(0, 1.0, 1.0, 1.0, None, 1.0, {"a": np.float32(1)}, 0.0, 0.0, 0, 1.0)
-    record(done)
-    record(done)
-    assert len(study.trials) == 4
+    record.begin([])
+    record(DONE)
+    assert study.trials[-1].user_attrs["run"] == 3
 
 
 @pytest.mark.parametrize("run", ["1", None, [2], 1.5, -7, 10**30, 2**31 - 1, True, np.zeros(2)], ids=str)
 def test_what_others_call_run_is_no_run(run: Any) -> None:
     study = optuna.create_study()
     study.add_trial(optuna.create_trial(value=1.0, user_attrs={"run": run}))
-    assert hg.studies.RecordTrials(study).run == 0
+    record = hg.studies.RecordTrials(study)
+    record.begin([DONE])
+    assert [t.user_attrs["run"] for t in study.trials[1:]] == [1]
+
+
+DONE = hg.MetaStep(0, 1.0, 1.0, 1.0, None, 1.0, {"a": np.float32(1)}, 0.0, 0.0, 0, 1.0)

@@ -19,6 +19,7 @@ from covering import every_value, some_of
 from tiny import PARAMS, fails, final
 
 import hypergrad as hg
+from hypergrad.optimizers import Link, Optimizer
 from hypergrad.run import cuts, disk
 
 
@@ -116,6 +117,27 @@ def test_chunks_of_other_steps_are_told() -> None:
     chunk = disk.sealed(4, 4, np.zeros((1, 2), np.uint16), 2)
     with fails(hg.StorageError, "other steps: from 4, not from 8", "another run"):
         disk.unsealed(pathlib.Path("x"), chunk, 8, (2,))
+
+
+def test_a_chunk_is_read_whole_where_one_call_gives_less(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reads less than 2 GiB at a call."""
+    monkeypatch.setattr(disk, "_AT_ONCE", 7)
+    np.testing.assert_array_equal(gradient(hg.Disk(tmp_path)), gradient("device"))
+    words = disk.DiskWords(tmp_path / "words-0123456789abcdef", {"0-velocity": (5,)}, False)
+    words.keep(0, 4, [(np.arange(20, dtype=np.uint16).reshape(4, 5), 4)])
+    np.testing.assert_array_equal(words.kept(0)[0][0], np.arange(20).reshape(4, 5))
+
+
+def test_a_link_may_have_the_name_of_no_file(tmp_path: pathlib.Path) -> None:
+    class Slash(Optimizer):
+        rate: Any
+        m: Any = 2**-16
+        chain = (
+            Link("a/b", lambda h, z, g: -g / 2, decay="m"),
+            Link("params", lambda h, z: h.rate * getattr(z, "a/b")),
+        )
+
+    np.testing.assert_array_equal(*(gradient(b, optimizer=Slash(0.1)) for b in (hg.Disk(tmp_path), "device")))
 
 
 @pytest.mark.parametrize("index", range(0, 80, 7))

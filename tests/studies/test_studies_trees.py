@@ -1,6 +1,7 @@
 """Trees in a trial, meta-steps as trials, errors as pruned trials."""
 
-import pathlib
+import collections
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -213,33 +214,6 @@ def test_meta_steps_become_trials(tmp_path):
     }  # fmt: skip
 
 
-def meta_step(step, value, status=None):
-    return hg.MetaStep(step, value, 1.0, 0.5, status, 0.1, {"rate": hg.positive(0.1)})
-
-
-def test_runs_are_told_apart_and_what_is_not_finite_failed():
-    study = optuna.create_study()
-    record = hg.studies.RecordTrials(study)
-    record.begin(None)
-    for value in (1.0, float("nan")):
-        record(meta_step(0 if value == 1 else 1, value))
-    record.begin([])
-    record(meta_step(0, 0.5))
-    assert [t.state for t in study.trials] == [TrialState.COMPLETE, TrialState.FAIL, TrialState.COMPLETE]
-    assert [t.user_attrs["run"] for t in study.trials] == [0, 0, 1] and study.best_value == 0.5
-    assert "certificate" not in study.trials[0].user_attrs and "gradient_evaluations" not in study.trials[0].user_attrs
-
-
-def test_what_a_killed_run_did_not_record_is_recorded_when_it_goes_on():
-    study = optuna.create_study()
-    hg.studies.RecordTrials(study)(meta_step(0, 3.0))
-    record = hg.studies.RecordTrials(study)
-    record.begin([meta_step(0, 3.0), meta_step(1, 2.0)])
-    record(meta_step(2, 1.0))
-    assert [t.value for t in study.trials] == [3.0, 2.0, 1.0]
-    assert {t.user_attrs["run"] for t in study.trials} == {0}
-
-
 def diverging(trial):
     rate = trial.suggest_float("rate", 0.1, 1e9, log=True)
     return float(hg.train(bowl, {"w": jnp.ones(2)}, hg.SGD(rate, 0.9), hg.full_batch(jnp.zeros(2)), steps=3).losses[-1])
@@ -275,20 +249,24 @@ def test_other_errors_are_not_pruned():
     assert hg.studies.prune_on_error(wrong).__name__ == "wrong"
 
 
-def test_a_run_that_goes_on_is_known_by_its_values(tmp_path: pathlib.Path) -> None:
-    """Others were recorded after it."""
-    study = optuna.create_study()
-    record, h = lambda: hg.studies.RecordTrials(study), {"x": 5.0}
+@pytest.mark.parametrize("other", ["dict", "ordered otherwise"])
+def test_the_order_of_a_mapping_says_nothing_of_its_leaves(other: str) -> None:
+    """JAX sorts the keys of a dict, and keeps the order of an `OrderedDict`."""
+    Ordered = collections.OrderedDict
+    start = Ordered([("rate", jnp.float32(0.0)), ("decay", jnp.float32(0.5))])
+    same = dict(start) if other == "dict" else Ordered(reversed(start.items()))
+    study = optuna.create_study(sampler=hg.studies.HypergradientSampler(seed=0, meta_optimizer=optax.sgd(0.1)))
 
-    def go_on(name: str, start: float, meta_steps: int) -> None:
-        hg.optimize(
-            lambda h, _: h["x"], lambda x: (x - 1.0) ** 2, {"x": start}, meta_steps=meta_steps, callbacks=[record()],
-            checkpoint=tmp_path / name,
-        )  # fmt: skip
+    def objective(trial: Any) -> float:
+        h = hg.studies.suggest_tree(trial, start if trial.number < 2 else same)
+        value, grads = jax.value_and_grad(lambda h: (h["rate"] - 1) ** 2 + (h["decay"] + 1) ** 2 / 2)(h)
+        hg.studies.report_gradient(trial, grads)
+        return float(value)
 
-    go_on("a", h["x"], 2)
-    go_on("b", -30.0, 3)
-    go_on("a", h["x"], 4)
-    found = [(t.user_attrs["run"], t.user_attrs["meta_step"]) for t in study.trials]
-    assert sorted(found) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)]
-    assert all((t.value > 100) == (t.user_attrs["run"] == 1) for t in study.trials)
+    study.optimize(objective, n_trials=4)
+    rates, decays = [0.2 * sum(0.8**k for k in range(i)) for i in range(4)], [1.5 * 0.9**i - 1 for i in range(4)]
+    assert study.trials[0].value == pytest.approx(2.125)
+    for i, trial in enumerate(study.trials):
+        for like in (start, same):
+            found = hg.studies.suggest_tree(trial, like)
+            assert (float(found["rate"]), float(found["decay"])) == pytest.approx((rates[i], decays[i]), abs=1e-6)
