@@ -70,12 +70,28 @@ def say_who_stops(stopping: list[Callback], undecided: set[int], history: list[M
         )
 
 
-def say_what_is_left(callbacks: list[Callback], path: Any, history: list[MetaStep], meta_steps: int) -> None:
-    """Of a folder whose run was stopped early, unless a callback of this call would stop there too."""
+def stopped_before(callbacks: list[Callback], history: list[MetaStep], meta_steps: int) -> bool:
+    """Whether the run that goes on is one that callbacks of this call stop where it stands; then it says so."""
+    names = [type(c).__name__ for c in callbacks if isinstance(c, (EarlyStopping, StopOnGrowth)) and c.stopped]
+    if not history or not names or len(history) >= meta_steps:
+        return False
+    warnings.warn(
+        f"hg.optimize makes no meta-step: {', '.join(names)} stops this run after {len(history)} of {meta_steps}. To go on, "
+        "give it more patience, or leave it out (stop_on_growth=False where you gave none).",
+        stacklevel=4,
+    )
+    return True
+
+
+def say_what_is_left(
+    callbacks: list[Callback], path: Any, history: list[MetaStep], meta_steps: int, stopped_at: int
+) -> None:
+    """Of a folder whose run was stopped early, unless a callback of this call would stop there too. stopped_at: meta-steps
+    of the call that was."""
     known = any(c.stopped if isinstance(c, (EarlyStopping, StopOnGrowth)) else not _is_ours(c) for c in callbacks)
     if not known and len(history) < meta_steps:
         warnings.warn(
             f"`checkpoint` {path}: a callback stopped this run after {len(history)} of {meta_steps} meta-steps, and it "
-            f"stays so: nothing is made. A call with more than meta_steps={meta_steps} goes on.",
+            f"stays so: nothing is made. A call with more than meta_steps={max(meta_steps, stopped_at)} goes on.",
             stacklevel=4,
         )

@@ -18,7 +18,7 @@ import optax
 from jax import Array
 
 from hypergrad._average import norm
-from hypergrad._callbacks import Callback, asked, listed, say_what_is_left, say_who_stops
+from hypergrad._callbacks import Callback, asked, listed, say_what_is_left, say_who_stops, stopped_before
 from hypergrad._checkpoint import Folder
 from hypergrad._descent import Descent, Point
 from hypergrad._evaluate import Evaluation, default_key, reject_traced
@@ -30,7 +30,7 @@ from hypergrad._run_record import Run, library_version
 from hypergrad._safe_files import Damaged
 from hypergrad._stability import Stability, worst_growth
 from hypergrad.callbacks import StopOnGrowth
-from hypergrad.hypers import check_hypers, describe_arrays, describe_hypers, split_fixed
+from hypergrad.hypers import check_hypers, describe_arrays, describe_hypers, is_domain, split_fixed
 
 
 @jax.jit  # one program; called eagerly, one for each operation
@@ -104,7 +104,8 @@ class MetaLoop:
                 if hasattr(callback, "begin"):
                     callback.begin(None if folder is None else list(history))
             if folder is not None and stopped:
-                say_what_is_left(self.callbacks, folder.path, history, self.meta_steps)
+                say_what_is_left(self.callbacks, folder.path, history, self.meta_steps, folder.run["stopped_at"])
+            stopped = stopped or stopped_before(self.callbacks, history, self.meta_steps)
             undecided: set[int] = set()  # ids of callbacks that have returned None
             for _ in range(len(history), len(history) if stopped else self.meta_steps):
                 done, point = self._meta_step(point, fixed, history)
@@ -232,12 +233,17 @@ _SAME, _CLOSE = 1e-6, 1e-2
 
 
 def _check_start(folder: Folder, there: Any, here: Any) -> None:
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(there), jax.tree.leaves(here), strict=True):
-        if not np.allclose(whole(a).astype(np.float64), whole(b).astype(np.float64), 1e-5, 1e-6):
-            raise ValueError(
-                f"`checkpoint` {folder.path} holds another run: it started from other values of hypers{hyper_path(path)}. "
-                "Pass another folder, or remove this one to start anew."
-            )
+    """Another machine may round what is given in a domain, whose coordinates are of order one, or scale, as all else is."""
+    ones, others = (jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_domain) for tree in (there, here))
+    for (path, one), (_, other) in zip(ones, others, strict=True):
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            a, b = whole(a).astype(np.float64), whole(b).astype(np.float64)
+            unit = 1.0 if is_domain(one) else np.max(np.abs(a), initial=0)
+            if not np.allclose(a, b, 1e-5, 1e-6 * unit):
+                raise ValueError(
+                    f"`checkpoint` {folder.path} holds another run: it started from other values of "
+                    f"hypers{hyper_path(path)}. Pass another folder, or remove this one to start anew."
+                )
 
 
 def _count(name: str, value: Any) -> int:

@@ -108,13 +108,18 @@ def _difference_between(record: dict[str, Any], run: Run) -> str:
     if not (isinstance(theirs, dict) and isinstance(versions, dict)) or not record.get("steps"):
         return ""
     for name, here in run.identity.items():
-        if theirs.get(name) != here:
+        if _ordered(theirs.get(name)) != _ordered(here):
             return _difference(name, theirs.get(name), here)
     here = environment()
     comparable = all(versions.get(name) == here[name] for name in ("jax", "optax"))
     if comparable and record.get("update") != run.update:
         return "meta_optimizer updates differently (another rate, schedule or rule)"
     return ""
+
+
+def _ordered(entry: Any) -> Any:
+    """What is kept of leaves is in their order, which that of two mappings with the same keys need not be."""
+    return list(entry.items()) if isinstance(entry, dict) else entry
 
 
 def _of_another_kind(file: pathlib.Path, content: bytes) -> str:
@@ -176,6 +181,8 @@ _PARTS = {"hypers": "hypers", "meta_optimizer": "another meta_optimizer: of its 
 
 def _difference(name: str, there: Any, here: Any) -> str:
     """Two entries of an identity that are not equal, in words."""
+    if here == there:
+        return f"the leaves of {name} are in another order, {', '.join(there)} there and {', '.join(here)} here"
     if isinstance(here, dict) and isinstance(there, dict):
         key = next(k for k in sorted({*there, *here}) if there.get(k) != here.get(k))
         name, there, here = f"{_PARTS[name]}{key}", there.get(key), here.get(key)

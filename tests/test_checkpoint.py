@@ -1,5 +1,6 @@
 """A meta-loop that is killed and goes on has the history of one that is not; a folder of another run is refused by name."""
 
+import collections
 import json
 import os
 import pathlib
@@ -207,6 +208,10 @@ def test_training_runs_seeds_and_other_leaves_come_back(tmp_path: pathlib.Path) 
     assert resumed.history[0].signal_to_noise == expected.history[0].signal_to_noise
 
 
+def dict_of_another_order(hypers: dict[str, Any]) -> Any:
+    return collections.OrderedDict(reversed(sorted(hypers.items())))
+
+
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "rate": ({"meta_optimizer": optax.adam(0.2)}, "meta_optimizer updates differently"),
     "schedule": ({"meta_optimizer": optax.adam(optax.cosine_decay_schedule(0.1, 9))}, "meta_optimizer"),
@@ -220,6 +225,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "tree": ({"hypers": {**HYPERS, "b": 1.0}}, "hypers['b'] is absent there and float32[] in the real line here"),
     "fixed": ({"hypers": {**HYPERS, "fixed": hg.fixed(0.5)}}, "fixed at 0.25 there and float32[] in fixed at 0.5 here"),
     "start": ({"hypers": {**HYPERS, "m": hg.unit_interval(0.4)}}, "it started from other values of hypers['m']"),
+    "order": ({"hypers": dict_of_another_order(HYPERS)}, "the leaves of hypers are in another order, ['a'], ['"),
     "function": ({"train_fn": lambda h, key: 2 * train_fn(h, key)}, "train_fn, val_fn or their data are not those"),
 }
 
