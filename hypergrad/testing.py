@@ -131,7 +131,8 @@ def _check_increments(rule: Optimizer, shape: tuple[int, ...]) -> None:
                 f"{name}: the derivative of the increment of link `{link.name}` is not what differences give. Does it have "
                 "a derivative rule of its own, or round?"
             )
-        first, second = (jax.vjp(f, x)[1](jnp.ones_like(tangent))[0][2] for x in (at, inputs()))
+        far = (*inputs()[:2], 100 * gradient())  # where something may be cut
+        first, second = (jax.vjp(f, x)[1](jnp.ones_like(tangent))[0][2] for x in (at, far))
         if rule.linear and not bool(jnp.allclose(first, second, rtol=1e-12)):
             raise AssertionError(
                 f"{name} declares linear = True, but the gradient enters the increment of link `{link.name}` not linearly, "
@@ -161,9 +162,9 @@ def _check_entrywise(rule: Layer, around: list[Layer]) -> None:
     signed = of_either_sign(optimizer, h, [either() for _ in range(8)])
     for link in optimizer.chain:
         z = {k.name: either() if k.name in signed else whole() for k in optimizer.chain if k is not link}
-        g = either()
-        halves = [increment(link, h, {k: parts(x)[i] for k, x in z.items()}, parts(g)[i]) for i in (0, 1)]
-        agree(optimizer, f"the increment of link `{link.name}`", increment(link, h, z, g), halves)
+        for g in (either(), 100 * either(), either() / 100):
+            halves = [increment(link, h, {k: parts(x)[i] for k, x in z.items()}, parts(g)[i]) for i in (0, 1)]
+            agree(optimizer, f"the increment of link `{link.name}`", increment(link, h, z, g), halves)
         first = lambda x, link=link: first_value(link, x)  # noqa: E731
         agree(optimizer, f"the first value of link `{link.name}`", first(g), [first(x) for x in parts(g)])
     for layer in around:

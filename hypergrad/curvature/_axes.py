@@ -56,10 +56,11 @@ def _by_axis(found: Found, leaf: int, shape: tuple[int, ...], merged: tuple[int,
 
 
 def _of_vector(b: Array, merged: tuple[int, ...]) -> list[Array]:
-    one = jnp.ones((1, 1), b.dtype)
+    """Of an axis of one, zero: there is no factor."""
+    none = jnp.zeros((1, 1), b.dtype)
     if len(merged) == 1:
         return [b]
-    return [one, b] if merged[0] == 1 else [b, one] if merged[1] == 1 else []
+    return [none, b] if merged[0] == 1 else [b, none] if merged[1] == 1 else []
 
 
 def _sorted(factor: Array, places: np.ndarray) -> Array:

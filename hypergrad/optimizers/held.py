@@ -1,7 +1,8 @@
 """Values that are computed every k steps and held between, by a link that is set anew.
 
 Invariant: the link stays as it is where it is held, and is 2^-16 of what it was plus 1 - 2^-16 of what is computed where it
-is due: right to 1.5e-5, at 16/k bits an entry and step.
+is due: right to 1.5e-5 of the larger of the two, at 16/k bits an entry and step. So a value should not be far larger at one
+time than at the next, as the root of a matrix is that is nearly zero.
 """
 
 from collections.abc import Callable

@@ -33,12 +33,12 @@ class KFAC(Optimizer):
     learning_rate: a; momentum: m, in [2^-16, 1 - 2^-16]: each a scalar, a `PerStep`, an array of a parameter's shape, or a
     pytree prefix of the parameters with such leaves. decay: r, likewise in [2^-16, 1 - 2^-16], of the averages, which are
     divided by 1 - r^t; damping; l2: one value a leaf, or one per step. every: k, inverses are computed at steps 0, k, 2k, ..
-    and held between. outputs: which axis of kernels of more than two axes is the outputs', "last" (flax) or "first"
-    (equinox). What is used in no layer, such as a convolution in groups, has no factors: give it another rule by
-    `hg.partition`.
+    and held between, set anew but for 2^-16 of what they were. outputs: which axis of kernels of more than two axes is the
+    outputs', "last" (flax) or "first" (equinox). What is used in no layer, such as a convolution in groups, has no factors:
+    give it another rule by `hg.partition`.
 
-    State: {"factors": a vector for each leaf, upper triangles; "inverses", of the same form, if k > 1; "velocity": like
-    params; "factors_weight": 1 - r^t}.
+    State: {"factors": a vector for each leaf, upper triangles; "inverses", of the same form, if k > 1, of (A / pi + s)^-1
+    and (pi B + s)^-1; "velocity": like params; "factors_weight": 1 - r^t}.
     Source: Equation 4 of BackPACK (Dangel, Kunstner and Hennig 2020), which has neither averages nor momentum: decay and
     momentum of 2^-16 are that rule to 1.5e-5. Averages, momentum and held inverses as in Martens and Grosse (2015), whose
     rejected steps, and dampings that follow the reduction ratio, have no inverse.
@@ -132,17 +132,21 @@ class Form(NamedTuple):
         return jnp.zeros_like(self.tiles(leaf.shape).identity(leaf.dtype))
 
     def inverses(self, h: View, factors: Array, own: Tiles) -> Array:
-        """The vector."""
+        """The vector of pi (A + pi s)^-1 = (A / pi + s)^-1 and (B + s / pi)^-1 / pi = (pi B + s)^-1, neither above 1 / s."""
         (blocks,) = own.unpack(factors * h.unbias)
         s = h.damping + h.l2
         if len(blocks) == 1:
             return own.pack([[inverse_power(blocks[0], 1.0, s.reshape(1))]], factors.dtype)
         tiny = jnp.finfo(factors.dtype).tiny ** 0.5
-        a, b = (jnp.trace(x, axis1=-2, axis2=-1) / x.shape[-1] + tiny for x in blocks)
-        pi, root = jnp.sqrt(a / b), jnp.sqrt(s).reshape(1)
-        return own.pack(
-            [[inverse_power(blocks[0], 1.0, pi * root), inverse_power(blocks[1], 1.0, root / pi)]], factors.dtype
-        )
+        a, b = (jnp.trace(x, axis1=-2, axis2=-1) / x.shape[-1] for x in blocks)
+        pi, root = jnp.sqrt((a + tiny) / (b + tiny))[:, None, None], jnp.sqrt(s).reshape(1)
+        inverses = [inverse_power(x, 1.0, root) for x in (blocks[0] / pi, pi * blocks[1])]
+        for i, absent in enumerate((a, b)):
+            if blocks[i].shape[-1] == 1:  # no factor of a bias that has an axis of one
+                alone = absent[:, None, None] == 0
+                inverses[i] = jnp.where(alone, 1.0, inverses[i])
+                inverses[1 - i] = jnp.where(alone, inverse_power(blocks[1 - i], 1.0, s.reshape(1)), inverses[1 - i])
+        return own.pack([inverses], factors.dtype)
 
     def divided(self, h: View, z: View, g: Array) -> Array:
         """(A + pi s)^-1 g (B + s / pi)^-1"""

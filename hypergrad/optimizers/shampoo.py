@@ -30,13 +30,13 @@ class Shampoo(Optimizer):
     divided by 1 - b2^t. exponent: e, if not 1/(2n); it can be learned. ridge, eps: a root is that of L + (ridge tr(L)/n +
     eps) I.
 
-    every: k, roots are computed at steps 0, k, 2k, .. and held between. The link that holds them is set anew then, which
-    costs 16/k bits an entry and step. block_size: axes are cut into pieces of at most that, each tile a leaf of its own;
-    axes of a leaf of more than two that fit together into one piece are one. None: no cuts. Axes longer than max_size, and
-    leaves of one axis, have a diagonal. graft: the size of a leaf's step is that of another rule, "sgd", "adagrad",
-    "rmsprop" or "adam" (rmsprop with its correction), before the momentum. root: "eigh", or "newton", products alone, for e
-    = 1/(2n). preconditioner: "constant" takes no derivative through the factors: hypergradients are approximate then, which
-    `Trained.status` says.
+    every: k, roots are computed at steps 0, k, 2k, .. and held between, as the identity where there was no gradient yet. The
+    link that holds them is set anew then but for 2^-16 of what it held, which costs 16/k bits an entry and step.
+    block_size: axes are cut into pieces of at most that, each tile a leaf of its own; axes of a leaf of more than two that
+    fit together into one piece are one. None: no cuts. Axes longer than max_size, and leaves of one axis, have a diagonal.
+    graft: the size of a leaf's step is that of another rule, "sgd", "adagrad", "rmsprop" or "adam" (rmsprop with its
+    correction), before the momentum. root: "eigh", or "newton", products alone, for e = 1/(2n). preconditioner: "constant"
+    takes no derivative through the factors: hypergradients are approximate then, which `Trained.status` says.
 
     State: {"factors": a vector for each leaf, upper triangles and diagonals; "roots", of the same form, if k > 1; "square",
     like params, with adagrad, rmsprop and adam; "velocity": like params; "factors_weight": 1 - b2^t}.
@@ -129,15 +129,24 @@ class _Form(NamedTuple):
 
         def power(a: Array) -> Array:
             n = a.shape[-1]
-            ridge = h.ridge * jnp.trace(a, axis1=-2, axis2=-1) / n + h.eps
+            trace, identity = jnp.trace(a, axis1=-2, axis2=-1), jnp.eye(n, dtype=a.dtype)
+            ridge = h.ridge * trace / n + h.eps
             if self.root == "eigh":
-                return inverse_power(a, e, ridge)
-            return inverse_root(a + ridge[:, None, None] * jnp.eye(n, dtype=a.dtype), 2 * own.order)
+                root = inverse_power(a, e, ridge)
+            else:
+                root = inverse_root(a + ridge[:, None, None] * identity, 2 * own.order)
+            return self.begun(trace[:, None, None], root, identity)
 
         def of_numbers(d: Array) -> Array:
-            return (d + h.ridge * jnp.mean(d, axis=-1, keepdims=True) + h.eps) ** -e
+            mean = jnp.mean(d, axis=-1, keepdims=True)
+            return self.begun(mean, (d + h.ridge * mean + h.eps) ** -e, jnp.ones_like(d))
 
         return own.powers(factors, power, of_numbers)
+
+    def begun(self, size: Array, root: Array, one: Array) -> Array:
+        """One, not eps^-e, for what is held where no gradient has come yet: the next ones would be multiplied by that, and
+        2^-16 of it would stay."""
+        return jnp.where(size > 0, root, one) if self.every > 1 else root
 
     def velocity(self, h: View, z: View, g: Array) -> Array:
         roots = z.roots if self.every > 1 else self.roots_of(h, z.factors, self.tiles(g))

@@ -173,3 +173,30 @@ class SquaresVectors(hg.SGD):
 def test_the_checker_tries_vectors_as_well_as_matrices() -> None:
     with pytest.raises(AssertionError, match="declares linear = True, but the gradient enters"):
         hg.testing.check_optimizer(SquaresVectors(0.1))
+
+
+class ReadsAhead(Optimizer):
+    """v <- m v - g;  q <- m q + v s;  s <- m s + 0.1 q;  w <- w + a q: linear in g, by a factor that is the old s."""
+
+    rate: Any
+    m: Any = 0.9
+    chain = (
+        Link("v", lambda h, z, g: -g, decay="m"),
+        Link("q", lambda h, z, g: z.v * z.s, decay="m"),
+        Link("s", lambda h, z, g: 0.1 * z.q, decay="m", start=jnp.ones_like),
+        Link("params", lambda h, z: h.rate * z.q),
+    )
+    linear = True
+
+
+def test_a_linear_rule_may_read_the_old_value_of_a_later_link() -> None:
+    with jax.enable_x64(True):
+        loss = lambda w, t, b: jnp.sum(jnp.sin(w) * t)  # noqa: E731
+
+        def end(t: Any, adjoint: Any) -> Any:
+            w, data = jnp.array([0.3, -0.2]), hg.full_batch(jnp.zeros(1))
+            return jnp.sum(hg.train(loss, w, ReadsAhead(0.1), data, theta=t, steps=4, adjoint=adjoint).params ** 2)
+
+        t = jnp.array([1.0, 2.0])
+        found, expected = (jax.grad(end)(t, adjoint) for adjoint in (hg.Reversible(), hg.Unrolled()))
+        np.testing.assert_allclose(found, expected, rtol=1e-9)

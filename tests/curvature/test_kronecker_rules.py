@@ -195,3 +195,35 @@ def test_bad_options(options: Any, message: str) -> None:
     net = dense()
     with pytest.raises(ValueError, match=message):
         hg.train(net.loss, net.params, hg.KFLR(0.1, **options), hg.full_batch(net.batch), steps=1)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_bias_with_an_axis_of_one_has_one_factor(axis: int) -> None:
+    rng = np.random.default_rng(0)
+    x, y = normal(rng, 16, 4), normal(rng, 16, 4)
+    loss = lambda p, _, b: jnp.mean((3 * b[0] + p["b"].reshape(4) - b[1]) ** 2)  # noqa: E731
+    rule, b = hg.KFLR(0.3, 0.1, momentum=0.5, decay=0.5), jnp.zeros(4)
+
+    def end(b: Any, adjoint: Any = hg.Reversible()) -> Any:  # noqa: B008 (immutable)
+        return hg.train(loss, {"b": b}, rule, hg.full_batch((x, y)), steps=2, adjoint=adjoint).params["b"]
+
+    np.testing.assert_allclose(end(jnp.expand_dims(b, axis)).reshape(4), end(b), rtol=1e-12)
+    slopes = [
+        jax.grad(lambda b, a=a: jnp.sum(end(b, a) ** 3))(jnp.expand_dims(b, axis)) for a in (hg.Reversible(), hg.Unrolled())
+    ]
+    np.testing.assert_allclose(*slopes, rtol=1e-8)
+
+
+def test_held_inverses_begin_at_a_head_of_zeros() -> None:
+    """There B of the layer below is zero, and pi infinite."""
+    net = dense()
+    params = {**net.params, "v": 1e-6 * net.params["v"]}
+
+    def weights(every: int, steps: int) -> Any:
+        rule = hg.KFLR(1.0, 0.1, momentum=0.5, decay=0.5, every=every)
+        return hg.train(net.loss, params, rule, hg.full_batch(net.batch), steps=steps)
+
+    held = weights(2, 5)
+    assert max(float(jnp.max(jnp.abs(held.state["inverses"][name]))) for name in "vw") <= 1.01 / 0.1**0.5
+    for one, other in zip(jax.tree.leaves(weights(2, 1).params), jax.tree.leaves(weights(1, 1).params), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

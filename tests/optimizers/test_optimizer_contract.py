@@ -47,6 +47,16 @@ def size(x: jax.Array) -> jax.Array:
 
 
 size.defjvps(lambda t, y, x: t)
+
+
+class Cut(Base):
+    linear = True
+    chain = (
+        Link("velocity", lambda h, z, g: -jnp.clip(g, -1.6, 1.6), decay="momentum"),
+        Link("params", lambda h, z: h.learning_rate * z.velocity),
+    )
+
+
 COUNT = itertools.count()
 BROKEN = {
     "linear in name only": (
@@ -75,6 +85,14 @@ BROKEN = {
     ),
     "entry by entry above zero only": (
         lambda: changed(VELOCITY, lambda h, z, g: -g * (1 + jnp.minimum(g, 0).sum()), entrywise=True),
+        "the increment of link `velocity` depends on what else is in the leaf",
+    ),
+    "linear where the gradient is small": (
+        lambda: Cut(),
+        "Cut declares linear = True, but .* link `velocity` not linearly",
+    ),
+    "entry by entry where the gradient is small": (
+        lambda: changed(VELOCITY, lambda h, z, g: -g / jnp.maximum(1, jnp.sum(g * g) / 100), entrywise=True),
         "the increment of link `velocity` depends on what else is in the leaf",
     ),
     "a norm of nothing": (

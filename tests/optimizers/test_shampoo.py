@@ -96,6 +96,24 @@ def test_held_roots_are_those_of_the_paper_but_for_what_their_link_keeps() -> No
         np.testing.assert_allclose(end, reference.w, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:hg.Shampoo. leaves of fewer than two axes")
+def test_held_roots_forget_a_beginning_without_gradients() -> None:
+    """As of a head of zeros, or of a warm-up from rate 0: eps^-e would not be forgotten."""
+    with jax.enable_x64(True):
+        gradients = np.array([[0, 0, 0], [0, 0, 0], [1, -2, 3], [1, 2, -1], [2, 1, 1], [1, 1, -2.0]])
+        run = hg.train(
+            lambda w, _, g: jnp.vdot(w, g), jnp.zeros(3), hg.Shampoo(0.1, 0.5, 0.875, every=2), hg.stacked(gradients)
+        )
+        w, velocity, square, root = np.zeros((4, 3))
+        for t, g in enumerate(gradients):
+            square = 0.875 * square + 0.125 * g**2
+            mean = square / (1 - 0.875 ** (t + 1))
+            root = (mean + 1e-6 * mean.mean() + 1e-10) ** -0.5 if t % 2 == 0 else root
+            velocity = 0.5 * velocity - 0.5 * root * g
+            w = w + 0.1 * velocity
+        np.testing.assert_allclose(run.params, w, rtol=1e-4)
+
+
 def test_tiles_are_leaves_of_their_own() -> None:
     with jax.enable_x64(True):
         start, gradients, end = linear((5, 6), hg.Shampoo(0.05, 0.875, None, block_size=3, ridge=RIDGE, eps=EPS))
