@@ -84,6 +84,7 @@ def test_what_steps_before_have_of_bias_corrections_is_given(name: str) -> None:
         assert not each[:2].any() and each[2:].all()
 
 
+@pytest.mark.long
 def test_nor_have_weights_of_means_that_a_run_ends_with() -> None:
     """`Trained.state` has them, for whoever goes on from there."""
     weight = lambda rule, **options: of_rows(rule, **options).state["mean_weight"]  # noqa: E731

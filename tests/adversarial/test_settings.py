@@ -83,7 +83,7 @@ MEAN_OF_LANES = {
 }
 
 
-@pytest.mark.parametrize("what", MEAN_OF_LANES)
+@some_of("what", MEAN_OF_LANES, "loss")
 def test_a_derivative_of_lanes_that_see_each_other(what: str) -> None:
     """JAX calls a custom rule without the axis there: an error that says what goes."""
 
@@ -124,7 +124,7 @@ class Sharing(hg.SGD):
     linear = False
 
 
-@pytest.mark.parametrize("where", ["loss", "increment", "metric"])
+@some_of("where", ["loss", "increment", "metric"], "increment", "metric")
 def test_an_axis_that_a_derivative_rule_alone_reads(where: str) -> None:
     of_all = {
         "loss": {"loss": lambda w, theta, b: loss({"w": shared_back(w["w"])}, theta, b)},

@@ -211,7 +211,9 @@ def in_a_branch(w: Any) -> Any:
     return jax.lax.cond(w[0] > -9, lambda w: settings.l2 * jnp.sum(w**2), lambda w: jnp.sum(w), w)
 
 
-@pytest.mark.parametrize(("where", "compile"), [(in_a_jit, lambda f: f), (in_a_scan, jax.jit), long(in_a_branch, jax.jit)])
+@pytest.mark.parametrize(
+    ("where", "compile"), [long(in_a_jit, lambda f: f), (in_a_scan, jax.jit), long(in_a_branch, jax.jit)]
+)
 def test_a_traced_value_that_a_loss_reads_is_differentiated(where: Any, compile: Any) -> None:
     def loss(w: Any, theta: Any, batch: Any) -> Any:
         return penalized(0.0)(w) + where(w)

@@ -17,7 +17,7 @@ RULES = list(script.RULES)
 MODES = ("jit", "vmap", "eager")
 OTHERS = (script.MICROBATCHES, *script.WAYS, script.PULLS)
 ALONE = [group for group in script.groups() if len(group) == 1][:3]
-SHORT = {0, 6}  # images, and derivative rules of one's own
+SHORT = {0}  # images
 
 
 def test_the_zoo_is_as_large_as_it_says() -> None:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import some_of
+from covering import long, some_of
 from networks import NETWORKS, attention, convolution, normal
 
 import hypergrad as hg
@@ -221,7 +221,7 @@ def test_registered_kinds_of_one_name_are_two(monkeypatch: pytest.MonkeyPatch) -
         np.testing.assert_allclose(found[name].sum(0), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [long(jnp.float32), jnp.bfloat16])
 def test_a_diagonal_of_few_bits_counts_all_positions(dtype: Any) -> None:
     """600 times 2, which stops at 512 where it is added up in bfloat16."""
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import every_value, long, some_of
+from covering import long, some_of
 from jax.test_util import check_grads
 
 import hypergrad as hg
@@ -89,7 +89,11 @@ def test_the_second_derivative_of_adam_is_that_of_the_first() -> None:
         check_grads(jax.jit(jax.grad(end)), (jnp.float64(0.03),), 1, ["rev"], rtol=1e-6, eps=1e-6)
 
 
-@every_value("penalty, given", ["in the loss", "added to the gradient"], [(0.01, 1e-8, 1e-3), (0.1, 1e-30, 50.0)])
+@some_of(
+    ("penalty", "given"),
+    [(x, y) for x in ("in the loss", "added to the gradient") for y in ((0.01, 1e-8, 1e-3), (0.1, 1e-30, 50.0))],
+    ("in the loss", (0.1, 1e-30, 50.0)),
+)
 def test_a_weight_at_rest_spoils_no_derivative_however_its_own_grows(
     penalty: str, given: tuple[float, float, float]
 ) -> None:

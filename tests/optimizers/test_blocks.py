@@ -129,6 +129,7 @@ def test_labels_by_a_function_of_the_parameters() -> None:
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.long
 def test_a_partition_of_one_rule_is_the_rule() -> None:
     data = hg.full_batch((jnp.asarray(X, jnp.float32), jnp.asarray(Y, jnp.float32)))
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), WEIGHTS)

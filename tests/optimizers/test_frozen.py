@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import some_of
+from covering import long, some_of
 
 import hypergrad as hg
 
@@ -43,7 +43,7 @@ EMPTY = [hg.Muon(0.1), hg.NorMuon(0.1), hg.Shampoo(0.1), hg.Shampoo(0.1, every=2
 
 
 @some_of("i", range(len(EMPTY)), 1, 3)
-@pytest.mark.parametrize("shape", [(0, 2), (2, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 2), long((2, 0))], ids=str)
 def test_rules_of_matrices_train_beside_a_leaf_without_entries(i: int, shape: Any) -> None:
     params = {"w": jnp.ones((3, 2)), "none": jnp.zeros(shape)}
     loss = lambda p, _, x: sum(jnp.sum((v - x) ** 2) for v in p.values())  # noqa: E731

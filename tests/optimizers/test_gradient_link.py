@@ -44,6 +44,7 @@ def test_without_a_link_such_a_rule_is_refused_and_the_cure_named(rule: Optimize
         hg.train(loss, params(), rule, batches(), steps=2)
 
 
+@pytest.mark.long
 def test_gradient_descent_with_a_link_is_momentum_of_that_decay() -> None:
     linked = hg.train(loss, params(), hg.with_gradient_link(Plain(0.1), bits=3), batches(), steps=30)
     momentum = hg.train(loss, params(), hg.SGD(0.1, 2.0**-3), batches(), steps=30)
@@ -96,7 +97,7 @@ def test_the_bits_are_those_of_theory(rule: Optimizer, bits: float) -> None:
 
 @pytest.mark.parametrize(
     ("rule", "steps"),
-    [(hg.Nesterov, 1), long(hg.Lion, 3), long(hg.ScheduleFreeAdamW, 1), long(hg.ScheduleFreeAdamW, 200)],
+    [long(hg.Nesterov, 1), long(hg.Lion, 3), long(hg.ScheduleFreeAdamW, 1), long(hg.ScheduleFreeAdamW, 200)],
     ids=["nesterov", "lion", "schedule-free, one step", "schedule-free"],
 )
 def test_there_is_room_where_all_is_traced(rule: Any, steps: int) -> None:

@@ -40,7 +40,7 @@ INVERTIBLE = {
 
 
 @pytest.mark.of_bits
-@some_of("name", INVERTIBLE, "Adam", "Adagrad")
+@some_of("name", INVERTIBLE, "Adam")
 def test_every_step_has_an_inverse(name: str) -> None:
     params = {"matrix": jnp.zeros((3, 2)), "vector": jnp.zeros(2)}
     hg.testing.check_inverse(INVERTIBLE[name](), params, steps=FEW)
@@ -131,6 +131,7 @@ def test_a_transformation_without_its_function_is_told() -> None:
         Nothing(hg.SGD(0.1))  # type: ignore[abstract]
 
 
+@pytest.mark.long
 def test_heavy_ball_is_sgd_with_another_rate() -> None:
     m = round(0.9 * 2**16) / 2**16
     ball, sgd = trained(hg.HeavyBall(0.1, m)), trained(hg.SGD(0.1 / (1 - m), m))

@@ -8,6 +8,7 @@ import optax
 import optax.contrib
 import pytest
 from classifier import batches, by_optax, loss, on_grid, params
+from covering import some_of
 
 import hypergrad as hg
 
@@ -50,7 +51,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
+@some_of("name", RULES, "ScheduleFreeAdamW", "LAMB", "Muon")
 def test_a_rule_is_that_of_optax(name: str) -> None:
     ours, theirs = RULES[name]
     run = hg.train(loss, params(), ours, batches(), steps=150)

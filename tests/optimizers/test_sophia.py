@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from classifier import batches, loss, on_grid, params
-from covering import some_of
+from covering import long, some_of
 
 import hypergrad as hg
 from hypergrad.curvature import quantities
@@ -36,7 +36,7 @@ def by_labels(p: Any, batch: Any, key: jax.Array) -> Any:
     return quantities(loss, p, None, batch, "ggn_diagonal_mc", key=key)["ggn_diagonal_mc"]
 
 
-@pytest.mark.parametrize(("rule", "diagonal", "gamma"), [(hg.Sophia, by_signs, 0.01), (hg.SophiaG, by_labels, 0.05)])
+@pytest.mark.parametrize(("rule", "diagonal", "gamma"), [(hg.Sophia, by_signs, 0.01), long(hg.SophiaG, by_labels, 0.05)])
 def test_it_is_the_published_rule(rule: Any, diagonal: Diagonal, gamma: float) -> None:
     rate, decay, b1, b2, steps = 2.0**-7, 2.0**-3, on_grid(0.96), on_grid(0.9), 60
     data = batches(jnp.float64)

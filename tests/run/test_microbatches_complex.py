@@ -38,7 +38,7 @@ def by_a_rule(w: Any, c: Any, x: Any) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("loss", "of"),
-    [(of_frequencies, "params"), (by_a_rule, "losses"), (with_evidence, "statistics"), long(of_frequencies, "losses")],
+    [long(of_frequencies, "params"), (by_a_rule, "losses"), (with_evidence, "statistics"), long(of_frequencies, "losses")],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )
 def test_a_complex_theta_keeps_its_imaginary_part(loss: Any, of: str) -> None:

@@ -220,6 +220,7 @@ def test_no_array_of_all_rows_is_made_in_a_step() -> None:
     assert "stablehlo.scatter" in text and not adds
 
 
+@pytest.mark.long
 def test_a_reversal_with_both_is_certified() -> None:
     given = {**theta(), "penalty": hg.PerStep(theta()["penalty"])}
     loss = loss_of(lambda th, i, t: (th["x"][i], th["weights"][i], th["penalty"]))
