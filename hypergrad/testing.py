@@ -1,7 +1,7 @@
 """Checkers of the laws that everything rests on: steps have inverses, and hypergradients are derivatives."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -13,19 +13,19 @@ from jax import Array
 from hypergrad._check import Certificate, check_reversal
 from hypergrad._differences import central, check_like, check_step, extrapolated
 from hypergrad._door import check_rule
+from hypergrad._increments import check_entrywise, check_increments
 from hypergrad._inverse import check_inverse as check_inverse
 from hypergrad._meshes import in_automatic_axes
 from hypergrad._train import train
-from hypergrad._volume import at_half, check_volume, increment, of_either_sign, settled, signs
+from hypergrad._volume import check_volume
 from hypergrad.adjoints import Reversible, Unrolled
 from hypergrad.batches import stacked
 from hypergrad.errors import HypergradError
 from hypergrad.hypers import split_fixed
-from hypergrad.optimizers.chain import PARAMS, Link, Optimizer, first_value
+from hypergrad.optimizers.chain import PARAMS, Optimizer
 from hypergrad.optimizers.initial import final_state
 from hypergrad.optimizers.lay_out import lay_out
-from hypergrad.optimizers.partition import Layer, layers_of
-from hypergrad.optimizers.transform import Transform
+from hypergrad.optimizers.partition import layers_of
 
 
 @in_automatic_axes
@@ -54,9 +54,9 @@ def check_optimizer(optimizer: Optimizer, params: Any = None, *, steps: int = 8,
             _check_signals(rule.optimizer, params)
             for shape in sorted({leaves[i].shape for i in rule.leaves}):
                 check_volume(rule.optimizer, shape)
-                _check_increments(rule.optimizer, shape)
+                check_increments(rule.optimizer, shape)
             around = [layer for layer in layers if not layer.is_rule and layer.leaves & rule.leaves]
-            _check_entrywise(rule, around)
+            check_entrywise(rule, around)
         check_inverse(optimizer, params, steps=steps)
         batches = stacked([_data(rng, x.shape, steps) for x in leaves])
         arguments = (_loss, params, optimizer, batches)
@@ -98,85 +98,6 @@ def _loss(params: Any, theta: Any, batch: Any) -> Array:
     return sum(jnp.sum(jnp.logaddexp(a * (w - b), 0)) for w, a, b in pairs) + jnp.tanh(
         sum(jnp.vdot(a, w) for w, a, _ in pairs)
     )
-
-
-def _check_increments(rule: Optimizer, shape: tuple[int, ...]) -> None:
-    """Each increment's derivative against differences, and that it is linear in the gradient where the rule says so."""
-    name = type(rule).__name__
-    rng = np.random.default_rng(0)
-    draw = lambda: jnp.asarray(rng.uniform(0.5, 1.5, shape))  # noqa: E731
-    gradient = lambda: draw() * signs(rng, shape)  # noqa: E731 (of either sign)
-    h = at_half(rule, len(shape))
-    gradients = [gradient() for _ in range(8)]
-    trained, signed = settled(rule, h, gradients), of_either_sign(rule, h, gradients)
-    for link in rule.chain:
-
-        def inputs(link: Link = link) -> Any:
-            """Any values of links that are like the leaf; of others such as training makes."""
-            like = lambda k: gradient() if k in signed else draw()  # noqa: E731
-            drawn = {k: like(k) if x.shape == shape else x * rng.uniform(0.9, 1.1) for k, x in trained.items()}
-            return h, {k: x for k, x in drawn.items() if k != link.name}, gradient()
-
-        f = lambda x, link=link: increment(link, *x)  # noqa: E731
-        at, along = inputs(), inputs()
-        if not np.array_equal(f(at), f(at), equal_nan=True):
-            raise AssertionError(
-                f"{name}: the increment of link `{link.name}` gives two values for the same arguments. It must be a pure "
-                "function of h, z and g, or a step cannot be undone."
-            )
-        ahead, behind = (f(jax.tree.map(lambda x, d, e=e: x + e * d, at, along)) for e in (1e-5, -1e-5))
-        tangent = jax.jvp(f, (at,), (along,))[1]
-        if not bool(jnp.allclose((ahead - behind) / 2e-5, tangent, rtol=1e-5, atol=1e-7)):
-            raise AssertionError(
-                f"{name}: the derivative of the increment of link `{link.name}` is not what differences give. Does it have "
-                "a derivative rule of its own, or round?"
-            )
-        far = (*inputs()[:2], 100 * gradient())  # where something may be cut
-        first, second = (jax.vjp(f, x)[1](jnp.ones_like(tangent))[0][2] for x in (at, far))
-        if rule.linear and not bool(jnp.allclose(first, second, rtol=1e-12)):
-            raise AssertionError(
-                f"{name} declares linear = True, but the gradient enters the increment of link `{link.name}` not linearly, "
-                "or with a factor that reads another link. Its derivative would be wrong: leave `linear` out."
-            )
-
-
-def _check_entrywise(rule: Layer, around: list[Layer]) -> None:
-    """Increments, first values and transformations of a leaf, against those of the same entries in two leaves, where these
-    declare that they work entry by entry."""
-    optimizer, rng = rule.optimizer, np.random.default_rng(0)
-    whole = lambda: jnp.asarray(rng.uniform(0.5, 1.5, (4, 4)))  # noqa: E731
-    either = lambda: whole() * signs(rng, (4, 4))  # noqa: E731
-    parts = lambda x: [x.ravel()[:5], x.ravel()[5:]]  # noqa: E731
-
-    def agree(owner: Optimizer, what: str, one: Array, two: Sequence[Array]) -> None:
-        if one.size != 16 or not bool(jnp.allclose(one.ravel(), jnp.concatenate(two), rtol=1e-12)):
-            raise AssertionError(
-                f"{type(owner).__name__} declares that it works entry by entry, but {what} depends on what else is in the "
-                "leaf, or on its shape: a norm, a mean over an axis? Small leaves are laid side by side then, and it would "
-                "see several as one. Leave `entrywise` (of a transformation: `entrywise_transform`) out."
-            )
-
-    if not optimizer.entrywise or not all(layer.optimizer.entrywise_transform for layer in around):  # type: ignore[attr-defined]
-        return
-    h = at_half(optimizer, 1)
-    signed = of_either_sign(optimizer, h, [either() for _ in range(8)])
-    for link in optimizer.chain:
-        z = {k.name: either() if k.name in signed else whole() for k in optimizer.chain if k is not link}
-        for g in (either(), 100 * either(), either() / 100):
-            halves = [increment(link, h, {k: parts(x)[i] for k, x in z.items()}, parts(g)[i]) for i in (0, 1)]
-            agree(optimizer, f"the increment of link `{link.name}`", increment(link, h, z, g), halves)
-        first = lambda x, link=link: first_value(link, x)  # noqa: E731
-        agree(optimizer, f"the first value of link `{link.name}`", first(g), [first(x) for x in parts(g)])
-    for layer in around:
-        keys = tuple((field, field) for field in layer.optimizer.hyperparameters())
-        one, two = (Transform("", type(layer.optimizer).transform, keys, b) for b in ((0,), (0, 1)))  # type: ignore[attr-defined]
-        rates, w, g = {field: jnp.asarray(0.5) for field, _ in keys}, either(), either()
-        agree(
-            layer.optimizer,
-            "what it makes of a gradient",
-            one([rates], [w], [g])[0],
-            two([rates, rates], parts(w), parts(g)),
-        )
 
 
 def _returned(name: str, arguments: tuple[Any, ...]) -> Certificate:

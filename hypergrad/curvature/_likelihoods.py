@@ -41,8 +41,14 @@ def _softmax_root(f: Array) -> Array:
     return root[..., None] * jnp.eye(f.shape[-1], dtype=f.dtype) - p[..., :, None] * root[..., None, :]
 
 
+def _wide(f: Array) -> Array:
+    """Draws of 16 bits have too few levels for small probabilities."""
+    return f.astype(jnp.promote_types(f.dtype, jnp.float32))
+
+
 def _softmax_sample(f: Array, key: Array) -> Array:
-    return jax.nn.softmax(f) - jax.nn.one_hot(jax.random.categorical(key, f), f.shape[-1], dtype=f.dtype)
+    label = jax.random.categorical(key, _wide(f))
+    return jax.nn.softmax(f) - jax.nn.one_hot(label, f.shape[-1], dtype=f.dtype)
 
 
 def _sigmoid(f: Array, y: Array) -> Array:
@@ -50,8 +56,8 @@ def _sigmoid(f: Array, y: Array) -> Array:
 
 
 def _sigmoid_sample(f: Array, key: Array) -> Array:
-    p = jax.nn.sigmoid(f)
-    return p - jax.random.bernoulli(key, p).astype(f.dtype)
+    label = jax.random.bernoulli(key, jax.nn.sigmoid(_wide(f)))
+    return jax.nn.sigmoid(f) - label.astype(f.dtype)
 
 
 def _normal(key: Array, f: Array) -> Array:
@@ -76,7 +82,7 @@ POISSON = Likelihood(
     "poisson",
     lambda f, y: jnp.exp(f) - y * f,
     lambda f: jnp.exp(f / 2),
-    lambda f, key: jnp.exp(f) - jax.random.poisson(key, jnp.exp(f), f.shape).astype(f.dtype),
+    lambda f, key: jnp.exp(f) - jax.random.poisson(key, jnp.exp(_wide(f)), f.shape).astype(f.dtype),
 )
 LIKELIHOODS = {x.name: x for x in (SOFTMAX, SIGMOID, SQUARED, HALF, POISSON)}
 # A cross entropy written down with `jax.nn.log_softmax`.

@@ -37,7 +37,8 @@ class RecordTrials:
         self.begin(None)
 
     def begin(self, history: list[Any] | None) -> None:
-        self.history, self.run = list(history or ()), None
+        self.history = list(history or ())
+        self.run: int | None = None
         self.may_go_on = history is not None
         if self.history:
             self._find_run(len(self.history) + 1)  # a process that dies may have recorded what it has not kept
@@ -59,9 +60,8 @@ class RecordTrials:
                 runs.setdefault(run, {})[step] = trial.value
         fits = [run for run, values in runs.items() if max(values) < longest and _is_of(values, self.history)]
         self.run = max(fits, key=lambda run: (len(runs[run]), run), default=None)
-        recorded = runs.get(self.run, {}) if self.run is not None else {}
         for done in self.history:
-            if done.step not in recorded:
+            if self.run not in runs or done.step not in runs[self.run]:
                 self._record(done)
 
     def _record(self, done: Any) -> None:

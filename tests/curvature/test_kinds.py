@@ -11,6 +11,7 @@ from networks import NETWORKS, attention, convolution, normal
 
 import hypergrad as hg
 from hypergrad.curvature import _kinds, _uses, layers, quantities
+from hypergrad.curvature._likelihoods import SIGMOID, SOFTMAX
 
 
 def kinds(net: Any) -> dict[str, set[str]]:
@@ -232,3 +233,16 @@ def test_a_diagonal_of_few_bits_counts_all_positions(dtype: Any) -> None:
     w, x = jnp.zeros((620, 1, 1), dtype), jnp.ones((1, 1219, 1), dtype)
     found = quantities(loss, w, None, x, ["hessian_diagonal", "ggn_diagonal"])
     assert {name: float(value[0, 0, 0]) for name, value in found.items()} == dict.fromkeys(found, 1200.0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("kind", "outputs"), [(SOFTMAX, [0.0, 5.0, 7.0]), (SIGMOID, [-7.0, 6.0])], ids=["softmax", "sigmoid"]
+)
+def test_rare_labels_are_drawn_as_often_in_few_bits(kind: Any, outputs: list[float], dtype: Any) -> None:
+    """Of 16 bits, noise has too few levels: a class of 8e-4 was never drawn, or eight times as often."""
+    f, draws = jnp.array(outputs, dtype), 200_000
+    keys = jax.random.split(jax.random.key(0), draws)
+    squares = jax.vmap(lambda key: kind.sample(f, key).astype(jnp.float32) ** 2)(keys)
+    p = jax.nn.softmax(jnp.array(outputs)) if kind is SOFTMAX else jax.nn.sigmoid(jnp.array(outputs))
+    np.testing.assert_allclose(squares.mean(0), p * (1 - p), rtol=0.25)

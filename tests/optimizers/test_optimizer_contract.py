@@ -42,6 +42,14 @@ negative.defjvps(lambda t, y, x: -1.001 * t)
 
 
 @jax.custom_jvp
+def loud(x: jax.Array) -> jax.Array:
+    return x
+
+
+loud.defjvps(lambda t, y, x: jnp.where(abs(x) > 2, 1.1, 1.0) * t)
+
+
+@jax.custom_jvp
 def size(x: jax.Array) -> jax.Array:
     return abs(x)
 
@@ -66,6 +74,10 @@ BROKEN = {
     "a derivative that is off by 0.1%": (
         lambda: changed(PARAMS, lambda h, z: h.learning_rate * -negative(z.velocity)),
         "derivative of the increment of link `params` is not what differences give",
+    ),
+    "a derivative that is off where the gradient is large": (
+        lambda: changed(VELOCITY, lambda h, z, g: -loud(g)),
+        "derivative of the increment of link `velocity` is not what differences give",
     ),
     "another value at each call": (
         lambda: changed(VELOCITY, lambda h, z, g: -g * (1 + 1e-6 * next(COUNT))),
