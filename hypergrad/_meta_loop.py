@@ -25,7 +25,7 @@ from hypergrad._evaluate import Evaluation, default_key, reject_traced
 from hypergrad._history import MetaStep, best, recorded, restored
 from hypergrad._hyper_names import hyper_path, named_leaves
 from hypergrad._integers import as_int
-from hypergrad._processes import whole
+from hypergrad._processes import in_all, whole
 from hypergrad._run_record import Run, library_version
 from hypergrad._safe_files import Damaged
 from hypergrad._stability import Stability, worst_growth
@@ -112,7 +112,7 @@ class MetaLoop:
                 if folder is not None:
                     folder.check()  # what callbacks write is another's too, if the folder is
                 history.append(done)
-                stopping, wrong = asked(self.callbacks, done, undecided)
+                stopping, wrong = self._asked(done, undecided)
                 if folder is not None:
                     self._save(folder, history, point, bool(stopping))
                 if wrong is not None:
@@ -123,6 +123,11 @@ class MetaLoop:
                     break
         grown = any(isinstance(c, StopOnGrowth) and c.stopped for c in self.callbacks)
         return Result(best(history).hypers if grown else eqx.combine(point.learned, fixed), best(history), history)
+
+    def _asked(self, done: MetaStep, undecided: set[int]) -> tuple[list[Callback], TypeError | None]:
+        """What callbacks say, the same in all processes."""
+        seen = lambda heard: f"{done.value!r} at meta-step {done.step}{', and stops' * bool(heard[0])}"  # noqa: E731
+        return in_all(lambda: asked(self.callbacks, done, undecided), seen, _OTHERWISE)
 
     def _say_why(self, history: list[MetaStep]) -> None:
         """Of a stop that nobody asked for."""
@@ -227,6 +232,11 @@ def _compare(what: str, there: float, here: float, otherwise: str, elsewhere: st
         unknown = "nothing else is known to differ. Were functions or data edited? Then pass another `checkpoint` folder"
         warnings.warn(f"{told}; {elsewhere or unknown}. Going on.", stacklevel=6)
 
+
+_OTHERWISE = (
+    "In several processes all must train on the same arrays (jax.make_array_from_process_local_data makes one of the parts "
+    "of each), and callbacks must return the same."
+)
 
 # Relative differences of a value that is evaluated again: none but rounding, and what another machine may come to.
 _SAME, _CLOSE = 1e-6, 1e-2

@@ -4,14 +4,16 @@ Invariant: all processes come to the same calls in the same order, and to the sa
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 
+T = TypeVar("T")
 _MOST = 4096  # bytes of a message
+_FAILED = "failed: "
 
 
 def several() -> bool:
@@ -77,10 +79,41 @@ def in_first(function: Callable[[], Any]) -> None:
         raise ValueError(f"in the first process: {told}")
 
 
+def in_all(function: Callable[[], T], seen: Callable[[T], str], cure: str) -> T:
+    """function(), in each process. What it raises in one is raised in all; ValueError, with the cure, where processes do not
+    see the same of what it returns: each would go on with a history of its own."""
+    if not several():
+        return function()
+    failure: Exception | None = None
+    try:
+        result = function()
+        text = seen(result)
+    except Exception as error:  # noqa: BLE001  any at all: nobody may be left waiting
+        failure, text = error, f"{_FAILED}{type(error).__name__}: {error}"
+    said = [_read(x) for x in np.asarray(multihost_utils.process_allgather(_message(text)))]
+    if failure is not None:
+        raise failure
+    for i, one in enumerate(said):
+        if one.startswith(_FAILED):
+            raise ValueError(f"in process {i}: {one.removeprefix(_FAILED)}")
+    for i, one in enumerate(said):
+        if one != said[0]:
+            raise ValueError(f"process {i} has come to {one}, and process 0 to {said[0]}. {cure}")
+    return result
+
+
 def _told(text: str) -> str:
     """What the first process says, in all of them."""
+    return _read(np.asarray(multihost_utils.broadcast_one_to_all(_message(text))))
+
+
+def _message(text: str) -> np.ndarray:
     message = np.zeros(_MOST, np.uint8)
     content = text.encode()[:_MOST]
     message[: len(content)] = np.frombuffer(content, np.uint8)
-    heard = np.asarray(multihost_utils.broadcast_one_to_all(message))
-    return heard.tobytes().rstrip(b"\0").decode(errors="replace")
+    return message
+
+
+def _read(message: np.ndarray) -> str:
+    """The inverse of `_message`."""
+    return message.tobytes().rstrip(b"\0").decode(errors="replace")

@@ -73,15 +73,22 @@ data, w = put((X, Y), mesh, P(None, "data")), put(START, mesh, P())
 cut = hg.Microbatches(8, mesh=mesh) if "eager" in WAYS else None
 trained = lambda rate, w, data, **options: run({**H, "rate": rate}, w, data, cut, **options).params
 
-def optimized(rate, **options):
-    train_fn, val_fn = lambda h, key: trained(h, w, data), lambda w: jnp.sum(w["a"])
+def optimized(rate, scale=1.0, **options):
+    train_fn, val_fn = lambda h, key: trained(h, w, data), lambda w: scale * jnp.sum(w["a"])
     return hg.optimize(train_fn, val_fn, hg.positive(rate), meta_steps=1, **options)
+
+def bad(done):
+    if jax.process_index() == 1:
+        raise RuntimeError("mine")
 
 for name, text, call in [
     ("jit", "RangeError", lambda: jax.block_until_ready(jax.jit(trained)(1e9, w, data))),
     ("eager", "RangeError", lambda: trained(1e9, w, data)),
     ("optimize", "RangeError", lambda: optimized(1e9)),
     ("folder", "/dev/null/run cannot be", lambda: optimized(0.1, checkpoint="/dev/null/run")),
+    ("callback", "mine", lambda: optimized(0.1, callbacks=[bad])),
+    ("values", "jax.make_array_from_process_local_data", lambda: optimized(0.1, 1.0 + jax.process_index())),
+    ("stops", "callbacks must return the same", lambda: optimized(0.1, callbacks=[lambda _: jax.process_index() == 1])),
     ("host", "driver='scan'", lambda: trained(0.1, w, data, adjoint=hg.Reversible(driver="host"))),
     ("words", "buffer='device'", lambda: trained(0.1, w, data, adjoint=hg.Reversible(buffer="host"))),
 ]:
@@ -95,7 +102,7 @@ for name, text, call in [
 """
 
 
-WAYS = ("jit", "eager", "optimize", "folder", "host", "words")
+WAYS = ("jit", "eager", "optimize", "folder", "callback", "values", "stops", "host", "words")
 
 
 @pytest.mark.parametrize("ways", [WAYS[2:], long(WAYS)], ids=["short", "all"])
