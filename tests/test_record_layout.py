@@ -37,6 +37,7 @@ def rates(momentum: Any = 0.5, **of_leaves: float) -> hg.SGD:
     return hg.SGD(dict.fromkeys(PARAMS, 0.01) | of_leaves, momentum)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "optimizer",
     [long(rates(b=0.02, d=0.02)), long(hg.SGD(0.01, 0.5)), hg.clip(rates(a=0.02, b=0.02), 1e9)],
@@ -71,6 +72,7 @@ def test_decays_of_the_past_are_compared_link_by_link(tmp_path: pathlib.Path) ->
     assert_same(record.resume(5, optimizer=hg.SGD(0.01, one_by_one)).params, record.trained.params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "optimizer",
     [long(hg.RMSProp(0.01, decay=0.5, momentum=0.5)), rates({"a": 0.5, "b": 0.5} | dict.fromkeys("cdw", 0.25))],

@@ -42,6 +42,7 @@ OTHERS: dict[str, tuple[Any, Any, Any]] = {  # recorded, from there on, the two 
 }
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @pytest.mark.parametrize("name", ["rate", long("by leaf"), long("muon")])
 def test_sums_over_steps_have_what_held_before(name: str, tmp_path: pathlib.Path) -> None:

@@ -55,6 +55,7 @@ def numbers(request: pytest.FixtureRequest) -> Any:
         )
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_every_way_of_calling_gives_the_same(numbers: Any) -> None:
     rates, momenta, keys = numbers

@@ -49,6 +49,7 @@ def test_what_is_undone_is_not_batched(name: str, options: dict[str, Any]) -> No
     assert (WEIGHTS,) in shapes and not any(shape[:1] == (DERIVATIVES,) for shape in shapes)
 
 
+@pytest.mark.long
 def test_seeds_within_many_derivatives_have_a_state_each() -> None:
     each = jax.vmap(lambda rate: results(hg.SGD(rate, 0.9), jnp.float32(0.1), hg.Reversible()))
     rates = jnp.array([0.1, 0.2])

@@ -227,6 +227,7 @@ def test_between_the_two_it_cuts_the_run_into_segments(measure):
     np.testing.assert_allclose(slope(plan.adjoint), slope(hg.Reversible()), rtol=1e-6)
 
 
+@pytest.mark.long
 def test_the_smallest_budget_of_all_roads_works():
     """Of runs in segments, where these take the least."""
     arguments, steps = (_loss, WIDE, hg.SGD(jnp.float32(0.1), 0.1), BATCHES), 4000

@@ -144,6 +144,7 @@ def same_histories(found: hg.Result, expected: hg.Result) -> None:
     jax.tree.map(np.testing.assert_array_equal, found.hypers, expected.hypers)
 
 
+@pytest.mark.long
 def test_a_meta_loop_sets_aside_what_is_needed_where_it_is_much(monkeypatch, rooms):
     expected = learned(hypers_of())
     assert rooms == [{"mean": SGD_DEFAULT, "square": 7, "params": 2}]  # little: as it is guessed

@@ -68,6 +68,7 @@ def of_rows(optimizer: Any, start: Any = None, rows: slice = slice(None), **opti
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["b1", long("b2")])
 def test_what_steps_before_have_of_bias_corrections_is_given(name: str) -> None:
     """And of a value per step nothing is passed on to earlier ones."""

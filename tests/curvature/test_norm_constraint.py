@@ -109,6 +109,7 @@ def test_beside_another_rule_and_under_vmap() -> None:
     assert float(jnp.abs(found).min()) > 1e-6
 
 
+@pytest.mark.long
 def test_what_it_cannot_bound() -> None:
     with pytest.raises(TypeError, match="bounds the steps of hg.KFAC, .* Got SGD; hg.clip_by_global_norm"):
         hg.norm_constraint(hg.SGD(0.1), 1.0)  # type: ignore[arg-type]

@@ -143,6 +143,7 @@ def test_a_partition_of_one_rule_is_the_rule() -> None:
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.long
 def test_a_state_goes_on() -> None:
     """Links that a leaf does not have are None; weights of means are under their labels."""
     data = hg.full_batch((jnp.asarray(X, jnp.float32), jnp.asarray(Y, jnp.float32)))

@@ -24,6 +24,7 @@ class Annealed(Optimizer):
     )
 
 
+@pytest.mark.long
 def test_a_link_may_decay_and_add_nothing() -> None:
     hg.testing.check_inverse(Annealed())
     loss, data = lambda w, _, x: jnp.sum(jnp.cos(w - x)), hg.full_batch(jnp.float32(0))

@@ -29,6 +29,7 @@ def test_what_is_frozen_enters_nothing_inside(name: str) -> None:
     assert not many.state["velocity"]["a"].any()
 
 
+@pytest.mark.long
 def test_the_average_of_what_is_frozen_stays() -> None:
     rule, start = hg.freeze(hg.ScheduleFreeAdamW(0.05, weight_decay=0.5), {"a": True, "b": False}), jnp.full(3, 0.7)
     run = hg.train(

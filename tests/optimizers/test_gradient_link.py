@@ -174,6 +174,7 @@ class Drawn(Transformed):
         return [0.5 * x + hj.amount * zj.gradient for hj, x, zj in zip(h, g, z, strict=True)]
 
 
+@pytest.mark.long
 def test_a_linear_transformation_may_read_the_link() -> None:
     """What it passes back to the link is known only when what comes after it has been undone."""
 

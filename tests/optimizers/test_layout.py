@@ -124,6 +124,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("adjoint", "name"),
     [pytest.param(hg.Reversible(), "clipped", marks=pytest.mark.of_bits), long(hg.Unrolled(), "adamw")],

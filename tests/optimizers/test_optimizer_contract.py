@@ -130,6 +130,7 @@ def test_a_leaf_may_be_empty(optimizer: Optimizer) -> None:
     hg.testing.check_optimizer(optimizer, {"none": jnp.ones(0), "w": jnp.ones(3)})
 
 
+@pytest.mark.long
 def test_a_reversal_that_fails_beside_derivatives_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from hypergrad.adjoints import link
 
@@ -199,6 +200,7 @@ class Distance(Base):
     )
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_what_is_read_may_enter_a_sum() -> None:
     """Beside derivatives, too: `check_reversal` goes back once with them."""

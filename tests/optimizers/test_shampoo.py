@@ -281,6 +281,7 @@ def test_what_belongs_to_a_leaf_is_one_value() -> None:
         hg.train(loss, matrices(), rule, batches(), steps=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shape", "options"), [((0, 2), {"b2": None}), long((2, 3, 0), {"b2": None, "every": 2, "block_size": None})]
 )

@@ -152,6 +152,7 @@ def test_every_byte_of_a_chunk_is_covered(index: int) -> None:
         disk.unsealed(pathlib.Path("x"), bytes(chunk), 4, (2,))
 
 
+@pytest.mark.long
 def test_a_folder_is_the_same_wherever_the_process_goes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)

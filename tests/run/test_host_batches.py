@@ -51,6 +51,7 @@ def test_batches_from_python_train_as_an_array_does(kind, tmp_path):
     assert_equal(jax.value_and_grad(final_of(batches, adjoint=hg.Reversible()))(PARAMS), expected())
 
 
+@pytest.mark.long
 def test_batches_from_python_may_be_trees_and_know_their_number():
     batches = hg.host_batches([{"x": row, "n": np.int32(i)} for i, row in enumerate(ROWS)])
     tree_loss = lambda params, theta, batch: loss(params, theta, batch["x"] + 0 * batch["n"])  # noqa: E731
@@ -183,6 +184,7 @@ def test_code_that_made_the_same_program_of_the_same_arrays_is_called_once():
         assert len(calls) == count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [long(lambda f: f), jax.tree_util.Partial])
 def test_what_is_remembered_of_a_source_holds_none_of_its_data(kind):
     rows = jnp.asarray(ROWS)

@@ -244,6 +244,7 @@ def test_what_cannot_be_cut_is_told(error: Any, call: Any, texts: Any) -> None:
         call()
 
 
+@pytest.mark.long
 @some_of(
     ("unit", "of"),
     list(itertools.product([1e-300, 1e-16, 1.0, 1e16, 1e300], ["validation", "theta"])),

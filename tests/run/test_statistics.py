@@ -244,6 +244,7 @@ def test_the_name_is_taken() -> None:
         type("Rule", (Optimizer,), {"__module__": __name__, "chain": links})
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @some_of(("optimizer", "wide"), list(itertools.product(["SGD", "Adam"], [False, True])), ("SGD", False))
 def test_statistics_of_the_parameters_themselves_are_differentiated(optimizer: str, wide: bool) -> None:

@@ -109,6 +109,7 @@ def test_rows_have_the_derivative_of_the_whole(name: str, rule: Any) -> None:
     assert apart(rows, whole) < 1e-11
 
 
+@pytest.mark.long
 @some_of("how", BY_ROW, "take")
 def test_however_rows_are_read(how: str) -> None:
     assert {read.leaf for read in reads_in(BY_ROW[how])} == {0, 1, 2}
@@ -149,6 +150,7 @@ def test_differences_agree_for_rows_and_steps() -> None:
     np.testing.assert_allclose(jax.grad(f)(0.0), (4 * fine - coarse) / 3, rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "reader",
     [
@@ -189,6 +191,7 @@ OTHER_LOSSES: dict[str, Callable[[Any, Any, Any], jax.Array]] = {
 }
 
 
+@pytest.mark.long
 @some_of("name", OTHER_LOSSES, "a rule of its own")
 def test_losses_that_read_otherwise(name: str) -> None:
     def f(x: jax.Array, adjoint: Any) -> jax.Array:
