@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -129,24 +130,26 @@ class _Form(NamedTuple):
 
         def power(a: Array) -> Array:
             n = a.shape[-1]
-            trace, identity = jnp.trace(a, axis1=-2, axis2=-1), jnp.eye(n, dtype=a.dtype)
+            trace = jnp.trace(a, axis1=-2, axis2=-1)
             ridge = h.ridge * trace / n + h.eps
             if self.root == "eigh":
                 root = inverse_power(a, e, ridge)
             else:
-                root = inverse_root(a + ridge[:, None, None] * identity, 2 * own.order)
-            return self.begun(trace[:, None, None], root, identity)
+                root = inverse_root(a + ridge[:, None, None] * jnp.eye(n, dtype=a.dtype), 2 * own.order)
+            return self.begun(trace, root, lambda: jnp.eye(n, dtype=a.dtype))
 
         def of_numbers(d: Array) -> Array:
             mean = jnp.mean(d, axis=-1, keepdims=True)
-            return self.begun(mean, (d + h.ridge * mean + h.eps) ** -e, jnp.ones_like(d))
+            return self.begun(mean, (d + h.ridge * mean + h.eps) ** -e, lambda: jnp.ones_like(d))
 
         return own.powers(factors, power, of_numbers)
 
-    def begun(self, size: Array, root: Array, one: Array) -> Array:
+    def begun(self, size: Array, root: Array, one: Callable[[], Array]) -> Array:
         """One, not eps^-e, for what is held where no gradient has come yet: the next ones would be multiplied by that, and
         2^-16 of it would stay."""
-        return jnp.where(size > 0, root, one) if self.every > 1 else root
+        if self.every == 1:
+            return root
+        return jnp.where(jnp.expand_dims(size, range(size.ndim, root.ndim)) > 0, root, one())
 
     def velocity(self, h: View, z: View, g: Array) -> Array:
         roots = z.roots if self.every > 1 else self.roots_of(h, z.factors, self.tiles(g))
