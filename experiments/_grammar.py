@@ -5,6 +5,7 @@ values stay of order one: what could overflow or divide by zero is written in a 
 loss, and every leaf of theta weighs something in it. The source may call what `experiments/_bent_rules.py` has.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -167,9 +168,7 @@ class Writer:
     def wrapped(self) -> None:
         if a := self.some():
             chain = self.chain("z", 2)
-            text = self.pick(self.table.wrapped).replace(
-                "{1_of_0}", chain.replace("z", a.name) if "zeros" not in chain else a.name
-            )
+            text = self.pick(self.table.wrapped).replace("{1_of_0}", re.sub(r"\bz\b", a.name, chain))
             self.write(text.format(a.name, chain, f"jnp.asarray({self.scalar()}, {a.name}.dtype)"), a.shape)
 
     def batched(self) -> None:
