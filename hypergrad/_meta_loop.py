@@ -101,6 +101,8 @@ class MetaLoop:
             if folder is not None:
                 point, history, stopped = self._resume(folder, point, fixed)
             for callback in self.callbacks:
+                if folder is not None and hasattr(callback, "begin_folder"):
+                    callback.begin_folder(folder.path)
                 if hasattr(callback, "begin"):
                     callback.begin(None if folder is None else list(history))
             if folder is not None and stopped:
@@ -112,7 +114,7 @@ class MetaLoop:
                 if folder is not None:
                     folder.check()  # what callbacks write is another's too, if the folder is
                 history.append(done)
-                stopping, wrong = self._asked(done, undecided)
+                stopping, wrong = self._asked(done, undecided, folder is not None)
                 if folder is not None:
                     self._save(folder, history, point, bool(stopping))
                 if wrong is not None:
@@ -124,10 +126,15 @@ class MetaLoop:
         grown = any(isinstance(c, StopOnGrowth) and c.stopped for c in self.callbacks)
         return Result(best(history).hypers if grown else eqx.combine(point.learned, fixed), best(history), history)
 
-    def _asked(self, done: MetaStep, undecided: set[int]) -> tuple[list[Callback], TypeError | None]:
-        """What callbacks say, the same in all processes."""
-        seen = lambda heard: f"{done.value!r} at meta-step {done.step}{', and stops' * bool(heard[0])}"  # noqa: E731
-        return in_all(lambda: asked(self.callbacks, done, undecided), seen, _OTHERWISE)
+    def _asked(self, done: MetaStep, undecided: set[int], kept: bool) -> tuple[list[Callback], TypeError | None]:
+        """What callbacks say; of a run that is kept in a folder the same in all processes."""
+
+        def seen(heard: tuple[list[Callback], TypeError | None]) -> str:
+            wrong = "" if heard[1] is None else f": {heard[1]}"
+            return f"{done.value!r} at meta-step {done.step}{', and stops' * bool(heard[0])}{wrong}"
+
+        ask = lambda: asked(self.callbacks, done, undecided)  # noqa: E731
+        return in_all(ask, seen, _OTHERWISE) if kept else ask()
 
     def _say_why(self, history: list[MetaStep]) -> None:
         """Of a stop that nobody asked for."""

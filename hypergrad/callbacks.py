@@ -1,7 +1,8 @@
 """Callbacks of `hg.optimize`: functions of a `MetaStep` that stop the loop by returning True; and one of a single run.
 
 One that remembers has a method `begin(history)` too, called before the first meta-step of each run with those that it goes
-on from: `[]` if it starts anew, None if it keeps no checkpoint. `hg.restarts` calls `begin_start(i)` before start i, if
+on from: `[]` if it starts anew, None if it keeps no checkpoint; and before that `begin_folder(path)`, with the folder of the
+checkpoint, if there are both. `hg.restarts` calls `begin_start(i)` before start i, if
 there is such a method.
 """
 

@@ -131,25 +131,24 @@ class _Form(NamedTuple):
         def power(a: Array) -> Array:
             n = a.shape[-1]
             trace = jnp.trace(a, axis1=-2, axis2=-1)
+            a = self.begun(trace, a, lambda: jnp.eye(n, dtype=a.dtype))
             ridge = h.ridge * trace / n + h.eps
             if self.root == "eigh":
-                root = inverse_power(a, e, ridge)
-            else:
-                root = inverse_root(a + ridge[:, None, None] * jnp.eye(n, dtype=a.dtype), 2 * own.order)
-            return self.begun(trace, root, lambda: jnp.eye(n, dtype=a.dtype))
+                return inverse_power(a, e, ridge)
+            return inverse_root(a + ridge[:, None, None] * jnp.eye(n, dtype=a.dtype), 2 * own.order)
 
         def of_numbers(d: Array) -> Array:
             mean = jnp.mean(d, axis=-1, keepdims=True)
-            return self.begun(mean, (d + h.ridge * mean + h.eps) ** -e, lambda: jnp.ones_like(d))
+            return (self.begun(mean, d, lambda: jnp.ones_like(d)) + h.ridge * mean + h.eps) ** -e
 
         return own.powers(factors, power, of_numbers)
 
-    def begun(self, size: Array, root: Array, one: Callable[[], Array]) -> Array:
-        """One, not eps^-e, for what is held where no gradient has come yet: the next ones would be multiplied by that, and
-        2^-16 of it would stay."""
+    def begun(self, size: Array, factor: Array, one: Callable[[], Array]) -> Array:
+        """One in place of zero, where no gradient has come yet and roots are held: the next ones would be multiplied by
+        eps^-e, and 2^-16 of it would stay."""
         if self.every == 1:
-            return root
-        return jnp.where(jnp.expand_dims(size, range(size.ndim, root.ndim)) > 0, root, one())
+            return factor
+        return jnp.where(jnp.expand_dims(size, range(size.ndim, factor.ndim)) == 0, one(), factor)
 
     def velocity(self, h: View, z: View, g: Array) -> Array:
         roots = z.roots if self.every > 1 else self.roots_of(h, z.factors, self.tiles(g))

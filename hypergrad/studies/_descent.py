@@ -146,7 +146,7 @@ class Descent:
 
 def _content(trial: FrozenTrial, sign: float) -> int:
     params = tuple(sorted((name, repr(x), repr(trial.distributions[name])) for name, x in trial.params.items()))
-    return hash((trial.number, sign, trial.value, params, *_marks.texts(trial)))
+    return hash((trial.number, sign, repr(trial.value), params, *_marks.texts(trial)))
 
 
 def _alike(a: Point, b: Point) -> bool:

@@ -27,53 +27,63 @@ class RecordTrials:
     gradient_evaluations (elementary ones, `evaluations` of them a meta-step: a number that you measure, None leaves it out),
     certificate ("exact", or the sentence of what went wrong; None if nothing was trained), bits_per_parameter_step, monitor,
     and `hypers` with the natural value of each that is one number. A value that is not finite makes a failed trial. Several
-    processes may record into one study. With a `checkpoint` no meta-step is recorded twice: a run that goes on is told by
-    its values. The study has one objective, which is minimized: ValueError.
+    processes may record into one study. With a `checkpoint`, which is an attribute then, no meta-step is recorded twice: a
+    run that goes on is told by its folder and its values. The study has one objective, which is minimized: ValueError.
     """
 
     def __init__(self, study: optuna.Study, evaluations: float | None = None) -> None:
         _check_study(study)
         self.study, self.evaluations = study, evaluations
+        self.folder: str | None = None
         self.begin(None)
 
-    def begin(self, history: list[Any] | None) -> None:
-        self.history = list(history or ())
-        self.run: int | None = None
-        self.may_go_on = history is not None
-        if self.history:
-            self._find_run(len(self.history) + 1)  # a process that dies may have recorded what it has not kept
+    def begin_folder(self, folder: Any) -> None:
+        self.folder = str(folder)
 
-    def __call__(self, done: Any) -> None:
-        self.history.append(done)
-        if self.may_go_on:
-            self.may_go_on = False
-            self._find_run(len(self.history))
-        else:
+    def begin(self, history: list[Any] | None) -> None:
+        self.folder = None if history is None else self.folder
+        self.run: int | None = None
+        self.known: set[int] = set()  # meta-steps that the study has
+        if history:
+            self._find_run(history, math.inf)
+        for done in history or ():
             self._record(done)
 
-    def _find_run(self, longest: int) -> None:
-        """That of which nothing is known that is not in the history; what it lacks is recorded."""
+    def __call__(self, done: Any) -> None:
+        if self.run is None and self.folder is not None:
+            self._find_run([done], 1)  # one that died in its first meta-step
+        self._record(done)
+
+    def _find_run(self, history: Sequence[Any], longest: float) -> None:
+        """The last that came to these values in this folder, of fewer meta-steps than that; where a study was written
+        before folders were kept, anywhere."""
         runs: dict[int, dict[int, float | None]] = {}  # run -> meta-step -> value
         for trial in self.study.get_trials(deepcopy=False):
             run, step = (_natural_attribute(trial, name) for name in ("run", "meta_step"))
-            if run is not None and step is not None:
+            here = trial.user_attrs.get("checkpoint") in (None, self.folder)
+            if run is not None and step is not None and here and trial.state.is_finished():
                 runs.setdefault(run, {})[step] = trial.value
-        fits = [run for run, values in runs.items() if max(values) < longest and _is_of(values, self.history)]
-        self.run = max(fits, key=lambda run: (len(runs[run]), run), default=None)
-        for done in self.history:
-            if self.run not in runs or done.step not in runs[self.run]:
-                self._record(done)
+        fits = [run for run, values in runs.items() if len(values) <= longest and _is_of(values, history)]
+        self.run = max(fits, key=lambda run: (len(runs[run].keys() & {done.step for done in history}), run), default=None)
+        self.known = set() if self.run is None else {*runs[self.run]}
 
     def _record(self, done: Any) -> None:
+        if done.step in self.known:
+            return
+        self.known.add(done.step)
         finite, storage = math.isfinite(done.value), self.study._storage
-        new = optuna.create_trial(state=TrialState.RUNNING, user_attrs={"meta_step": done.step, **self._attributes(done)})
-        trial = storage.create_new_trial(self.study._study_id, new)
-        if self.run is None:
-            self.run = storage.get_trial_number_from_id(trial)
+        state, values = (TrialState.COMPLETE, [done.value]) if finite else (TrialState.FAIL, None)
+        attributes = {"meta_step": done.step, **self._attributes(done)}
+        attributes |= {} if self.folder is None else {"checkpoint": self.folder}
+        if self.run is not None:
+            attributes["run"] = self.run
+            self.study.add_trial(optuna.create_trial(state=state, values=values, user_attrs=attributes))
+            return
+        new = optuna.create_trial(state=TrialState.RUNNING, user_attrs=attributes)
+        trial = storage.create_new_trial(self.study._study_id, new)  # its number is nobody else's
+        self.run = storage.get_trial_number_from_id(trial)
         storage.set_trial_user_attr(trial, "run", self.run)
-        storage.set_trial_state_values(
-            trial, TrialState.COMPLETE if finite else TrialState.FAIL, [done.value] if finite else None
-        )
+        storage.set_trial_state_values(trial, state, values)
 
     def _attributes(self, done: Any) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -102,9 +112,11 @@ def _check_study(study: Any) -> None:
 
 
 def _is_of(values: dict[int, float | None], history: Sequence[Any]) -> bool:
-    """Whether a run that was recorded is the one that goes on: all meta-steps that both have came to the same."""
+    """Whether a run that was recorded is the one that goes on: all meta-steps that both have came to the same, but for what
+    another machine may come to."""
     both = [(values[done.step], _number(done.value)) for done in history if done.step in values]
-    return bool(both) and all(one == other for one, other in both)
+    near = lambda a, b: a == b or (a is not None and b is not None and math.isclose(a, b, rel_tol=1e-2))  # noqa: E731
+    return bool(both) and all(near(one, other) for one, other in both)
 
 
 def _natural_attribute(trial: Any, name: str) -> int | None:

@@ -98,11 +98,10 @@ class HypergradientSampler(BaseSampler):
         return inner.sample_independent(study, trial, param_name, param_distribution)
 
     def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
-        link = self._link(study, trial)
         try:
             self._inner(study, trial).after_trial(study, trial, state, values)
-        except KeyError as error:  # GridSampler asks for the cell of each trial, and one within a chain has none
-            if error.args != ("grid_id",) or link is None or link.step == 0:
+        except KeyError as error:  # GridSampler asks for the cell of each trial, and one along a chain was given none
+            if error.args != ("grid_id",) or "grid_id" in study._storage.get_trial_system_attrs(trial._trial_id):
                 raise
 
     def reseed_rng(self) -> None:

@@ -120,7 +120,10 @@ def elements_of(learned: Any, paths: Iterable[str]) -> np.ndarray:
 
 
 def _by_path(learned: Any) -> dict[str, Any]:
-    return dict(zip(describe_hypers(learned), jax.tree.leaves(learned), strict=True))
+    paths, leaves = describe_hypers(learned), jax.tree.leaves(learned)
+    if len(paths) != len(leaves):
+        raise ValueError("two leaves of `hypers` have the same path: a study keeps them by their paths. Rename one of them.")
+    return dict(zip(paths, leaves, strict=True))
 
 
 def _as_float(x: Any) -> np.ndarray:

@@ -13,7 +13,7 @@ from hypergrad import _trace
 
 # Adam, SGD, HeavyBall, several transformations; a frozen leaf that was refused; a partition that is measured, a record; a
 # complex theta under microbatches.
-SEEDS = (2, 1006, 1016, 1019, 321, 4000001, 4000012, 5000016)
+SEEDS = (2, 1006, 1016, 1019, 321, 4000001, 4000012, 5000016, 6000014)
 
 
 @pytest.mark.parametrize("seed", range(5))

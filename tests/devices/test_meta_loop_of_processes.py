@@ -77,6 +77,9 @@ def optimized(rate, scale=1.0, **options):
     train_fn, val_fn = lambda h, key: trained(h, w, data), lambda w: scale * jnp.sum(w["a"])
     return hg.optimize(train_fn, val_fn, hg.positive(rate), meta_steps=1, **options)
 
+def kept(name, *scale, **options):
+    return optimized(0.1, *scale, checkpoint=f"{os.environ['FOLDER']}/{name}", **options)
+
 def bad(done):
     if jax.process_index() == 1:
         raise RuntimeError("mine")
@@ -86,9 +89,10 @@ for name, text, call in [
     ("eager", "RangeError", lambda: trained(1e9, w, data)),
     ("optimize", "RangeError", lambda: optimized(1e9)),
     ("folder", "/dev/null/run cannot be", lambda: optimized(0.1, checkpoint="/dev/null/run")),
-    ("callback", "mine", lambda: optimized(0.1, callbacks=[bad])),
-    ("values", "jax.make_array_from_process_local_data", lambda: optimized(0.1, 1.0 + jax.process_index())),
-    ("stops", "callbacks must return the same", lambda: optimized(0.1, callbacks=[lambda _: jax.process_index() == 1])),
+    ("callback", "mine", lambda: kept("callback", callbacks=[bad])),
+    ("values", "jax.make_array_from_process_local_data", lambda: kept("values", 1.0 + jax.process_index())),
+    ("stops", "callbacks must return the same", lambda: kept("stops", callbacks=[lambda _: jax.process_index() == 1])),
+    ("text", "returns", lambda: kept("text", callbacks=[lambda _: "x"] * jax.process_index())),
     ("host", "driver='scan'", lambda: trained(0.1, w, data, adjoint=hg.Reversible(driver="host"))),
     ("words", "buffer='device'", lambda: trained(0.1, w, data, adjoint=hg.Reversible(buffer="host"))),
 ]:
@@ -102,12 +106,13 @@ for name, text, call in [
 """
 
 
-WAYS = ("jit", "eager", "optimize", "folder", "callback", "values", "stops", "host", "words")
+WAYS = ("jit", "eager", "optimize", "folder", "callback", "values", "stops", "text", "host", "words")
 
 
 @pytest.mark.parametrize("ways", [WAYS[2:], long(WAYS)], ids=["short", "all"])
-def test_errors_are_raised_in_all(ways: tuple[str, ...]) -> None:
-    outputs = [lines(output, "error") for output in in_processes(f"WAYS = {ways!r}\n{FAILS}", 2, **QUICK)]
+def test_errors_are_raised_in_all(ways: tuple[str, ...], tmp_path: pathlib.Path) -> None:
+    options = {"FOLDER": str(tmp_path), **QUICK}
+    outputs = [lines(output, "error") for output in in_processes(f"WAYS = {ways!r}\n{FAILS}", 2, **options)]
     assert outputs[0] == outputs[1] == [f"{name} True" for name in ways]
 
 

@@ -98,3 +98,18 @@ def test_a_grid_gives_the_starts() -> None:
 
     study.optimize(objective, n_trials=30)
     assert {trial.params["c"] for trial in study.trials} == {*cells["c"]}
+
+
+def test_a_trial_that_leaves_its_chain_ends_no_grid() -> None:
+    inner = optuna.samplers.GridSampler({"c": ["a", "b"]}, seed=0)
+    study = study_of(sampler=hg.studies.HypergradientSampler(seed=0, inner_sampler=inner))
+
+    def objective(trial: Any) -> float:
+        trial.suggest_categorical("c", ["a", "b"])
+        h = hg.studies.suggest_tree(trial, {"r" if trial.number < 2 else "s": jnp.float32(1.0)})
+        value, grads = jax.value_and_grad(lambda h: sum(x**2 for x in h.values()))(h)
+        hg.studies.report_gradient(trial, grads)
+        return float(value)
+
+    with pytest.warns(UserWarning, match="begins a chain of its own"):
+        study.optimize(objective, n_trials=8)

@@ -110,3 +110,48 @@ def test_a_run_that_dies_in_its_first_meta_step_records_it_once(tmp_path: pathli
                 callbacks=[hg.studies.RecordTrials(study), *others],
             )  # fmt: skip
     assert [(t.user_attrs["run"], t.user_attrs["meta_step"]) for t in study.trials] == [(0, 0), (0, 1)]
+
+
+def test_a_call_with_fewer_meta_steps_records_nothing_again(tmp_path: pathlib.Path) -> None:
+    study = optuna.create_study()
+    for meta_steps in (4, 2, 4):
+        hg.optimize(
+            lambda h, _: h["x"], lambda x: (x - 1.0) ** 2, {"x": 5.0}, meta_steps=meta_steps, checkpoint=tmp_path,
+            callbacks=[hg.studies.RecordTrials(study)],
+        )  # fmt: skip
+    assert [(t.user_attrs["run"], t.user_attrs["meta_step"]) for t in study.trials] == [(0, i) for i in range(4)]
+
+
+def test_what_a_killed_process_left_half_written_is_no_meta_step() -> None:
+    study = optuna.create_study()
+    record = hg.studies.RecordTrials(study)
+    record.begin([meta_step(0, 3.0)])
+    left = optuna.create_trial(state=TrialState.RUNNING, user_attrs={"run": 0, "meta_step": 1})
+    study.add_trial(left)
+    again = hg.studies.RecordTrials(study)
+    again.begin([meta_step(0, 3.0)])
+    again(meta_step(1, 2.0))
+    done = [(t.user_attrs["run"], t.user_attrs["meta_step"]) for t in study.trials if t.state.is_finished()]
+    assert done == [(0, 0), (0, 1)]
+
+
+def test_runs_of_one_start_in_two_folders_are_two_also_at_once(tmp_path: pathlib.Path) -> None:
+    study = optuna.create_study()
+    records = [hg.studies.RecordTrials(study) for _ in range(2)]
+    for i, record in enumerate(records):
+        record.begin_folder(tmp_path / str(i))
+        record.begin([])
+    for step in range(2):
+        for i, record in enumerate(records):
+            record(meta_step(step, 3.0 - i * step))
+    assert [(t.user_attrs["run"], t.value) for t in study.trials] == [(0, 3.0), (1, 3.0), (0, 3.0), (1, 2.0)]
+
+
+def test_a_value_that_another_machine_rounds_is_the_same_meta_step(tmp_path: pathlib.Path) -> None:
+    study = optuna.create_study()
+    for last in (2.0, 2.00001):
+        record = hg.studies.RecordTrials(study)
+        record.begin_folder(tmp_path)
+        record.begin([meta_step(0, 3.0)])
+        record(meta_step(1, last))
+    assert [t.value for t in study.trials] == [3.0, 2.0]

@@ -210,7 +210,7 @@ def test_meta_steps_become_trials(tmp_path):
     assert first["hypers"] == {"['scale']": pytest.approx(2.0)} and first["bits_per_parameter_step"] > 0
     assert set(first) == {
         "run", "meta_step", "seconds", "gradient_norm", "gradient_evaluations", "certificate",
-        "bits_per_parameter_step", "hypers",
+        "bits_per_parameter_step", "hypers", "checkpoint",
     }  # fmt: skip
 
 
