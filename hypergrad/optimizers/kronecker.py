@@ -132,7 +132,8 @@ class Form(NamedTuple):
         return jnp.zeros_like(self.tiles(leaf.shape).identity(leaf.dtype))
 
     def inverses(self, h: View, factors: Array, own: Tiles) -> Array:
-        """The vector of pi (A + pi s)^-1 = (A / pi + s)^-1 and (B + s / pi)^-1 / pi = (pi B + s)^-1, neither above 1 / s."""
+        """The vector of pi (A + pi s)^-1 = (A / pi + s)^-1 and (B + s / pi)^-1 / pi = (pi B + s)^-1, neither above 1 / s; of
+        (B + s^2)^-1 where there is no A."""
         (blocks,) = own.unpack(factors * h.unbias)
         s = h.damping + h.l2
         if len(blocks) == 1:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ class RecordTrials:
         self.begin(None)
 
     def begin_folder(self, folder: Any) -> None:
-        self.folder = str(folder)
+        self.folder = os.path.abspath(folder)  # wherever the process goes
 
     def begin(self, history: list[Any] | None) -> None:
         self.folder = None if history is None else self.folder
@@ -55,17 +56,19 @@ class RecordTrials:
         self._record(done)
 
     def _find_run(self, history: Sequence[Any], longest: float) -> None:
-        """The last that came to these values in this folder, of fewer meta-steps than that; where a study was written
-        before folders were kept, anywhere."""
-        runs: dict[int, dict[int, float | None]] = {}  # run -> meta-step -> value
+        """That of this folder which came to these values, and has no more meta-steps than `longest`. Of a history, where
+        there is none: one that was recorded when studies had no folders."""
+        runs: dict[tuple[bool, int], dict[int, float | None]] = {}  # (of this folder, run) -> meta-step -> value
         for trial in self.study.get_trials(deepcopy=False):
             run, step = (_natural_attribute(trial, name) for name in ("run", "meta_step"))
-            here = trial.user_attrs.get("checkpoint") in (None, self.folder)
-            if run is not None and step is not None and here and trial.state.is_finished():
-                runs.setdefault(run, {})[step] = trial.value
-        fits = [run for run, values in runs.items() if len(values) <= longest and _is_of(values, history)]
-        self.run = max(fits, key=lambda run: (len(runs[run].keys() & {done.step for done in history}), run), default=None)
-        self.known = set() if self.run is None else {*runs[self.run]}
+            folder = trial.user_attrs.get("checkpoint")
+            of_here = folder == self.folder or (folder is None and longest == math.inf)
+            if run is not None and step is not None and of_here and trial.state.is_finished():
+                runs.setdefault((folder == self.folder, run), {})[step] = trial.value
+        fits = {place: x for place, x in runs.items() if len(x) <= longest and _is_of(x, history)}
+        steps = {done.step for done in history}
+        place = max(fits, key=lambda place: (place[0], len(fits[place].keys() & steps), place[1]), default=None)
+        self.run, self.known = (None, set()) if place is None else (place[1], {*fits[place]})
 
     def _record(self, done: Any) -> None:
         if done.step in self.known:

@@ -155,3 +155,25 @@ def test_a_value_that_another_machine_rounds_is_the_same_meta_step(tmp_path: pat
         record.begin([meta_step(0, 3.0)])
         record(meta_step(1, last))
     assert [t.value for t in study.trials] == [3.0, 2.0]
+
+
+def test_a_run_without_a_folder_is_not_that_of_one(tmp_path: pathlib.Path) -> None:
+    study = optuna.create_study()
+    kept, loose = hg.studies.RecordTrials(study), hg.studies.RecordTrials(study)
+    kept.begin_folder(tmp_path)
+    kept.begin([])
+    kept(meta_step(0, 3.0))
+    loose.begin(None)
+    for step in range(3):
+        loose(meta_step(step, 3.0 - step))
+    again = hg.studies.RecordTrials(study)
+    again.begin_folder(tmp_path)
+    again.begin([meta_step(0, 3.0)])
+    again(meta_step(1, 2.5))
+    other = hg.studies.RecordTrials(study)
+    other.begin_folder(tmp_path / "other")
+    other.begin([])
+    other(meta_step(0, 3.0))
+    assert [(t.user_attrs["run"], t.value) for t in study.trials] == [
+        (0, 3.0), (1, 3.0), (1, 2.0), (1, 1.0), (0, 2.5), (5, 3.0),
+    ]  # fmt: skip
