@@ -155,7 +155,7 @@ def test_what_rounds_otherwise_is_found_on_the_way_back(tmp_path: pathlib.Path, 
         return [{n: s._replace(value=s.value._replace(high=s.value.high + 1)) for n, s in own.items()} for own in state]
 
     monkeypatch.setattr(rewind, "unstep", lying)
-    with fails(hg.ReversalError, "does not lead back to step", "record again"):
+    with fails(hg.ReversalError, "does not lead back to step", "open it where it was made"):
         record.rewind(STEPS - 1)
 
 
