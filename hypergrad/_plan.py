@@ -39,7 +39,8 @@ from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Outcome
 
 
-MEASURED, MEASURED_STEPS = 3, 64
+MEASURED_STEPS = 64
+LEAST_RUNS, LEAST_SECONDS = 3, 0.5  # one run of a small network takes milliseconds, and a machine's speed wanders
 
 OFFERED: tuple[Adjoint, ...] = (Reversible(), Reversible(buffer="host"), Checkpointed(), Unrolled())
 
@@ -95,8 +96,8 @@ def plan(
     Bytes on the device are what XLA sets aside, beside arguments and results, for the program of all steps that trains and
     gives the derivative; it is compiled, and not run. Words are those that the decays of now need: under jax.jit, learned
     decays set more aside until `hg.optimize` knows. Bytes on the host are the words of the schedule, which `hg.Disk` has on
-    disk. Seconds are those of at most 64 steps as jax.jit runs them, the second time that they are run, in proportion to the
-    steps.
+    disk. Seconds are the median of runs of at most 64 steps as jax.jit runs them, after a first one, in proportion to the
+    steps: three runs, or as many as take half a second.
 
     adjoint: this one alone; None: `Reversible`, the same with words on the host, `Checkpointed` and `Unrolled`, in their
     defaults, and for `hg.host_batches` the first two. memory_budget: bytes, or a string such as "512MiB"; None: no limit.
@@ -195,13 +196,14 @@ def _seconds(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> floa
     else:
         program = derivative(adjoint, short, few, wanted)
         call = lambda: program(few)  # noqa: E731
-    seconds = []
+    seconds: list[float] = []
     with own_settings():
-        for _ in range(1 + MEASURED):
+        jax.block_until_ready(call())  # allocates, and wakes threads
+        while len(seconds) < LEAST_RUNS or sum(seconds) < LEAST_SECONDS:
             begin = time.perf_counter()
             jax.block_until_ready(call())
             seconds.append(time.perf_counter() - begin)
-    return float(np.median(seconds[1:])) * run.steps / short.steps  # the first allocates, and wakes threads
+    return float(np.median(seconds)) * run.steps / short.steps
 
 
 def _shortened(run: Run, inputs: Inputs) -> tuple[Run, Inputs]:

@@ -217,6 +217,8 @@ class Centered(hg.optimizers.transform.Transformed):
 class Summed(Normed):
     """A link of another shape than the parameters."""
 
+    entrywise = True  # said again of another chain, since none inherits it
+
     chain = (
         Link("velocity", lambda h, z, g: -jnp.sum(g), decay="momentum", start=lambda w: jnp.zeros((), w.dtype)),
         Link("params", lambda h, z: h.learning_rate * z.velocity),
