@@ -32,6 +32,7 @@ from hypergrad.adjoints.auto import (
     too_little,
 )
 from hypergrad.adjoints.budget import bytes_of, shown_bytes
+from hypergrad.adjoints.capacity import as_of_now
 from hypergrad.adjoints.reversible import Room, reversed_run
 from hypergrad.batches import HostBatches, full_batch
 from hypergrad.optimizers.expand import concrete
@@ -127,6 +128,7 @@ def plan(
             return set_up(problem, one)[:2]
 
         run, inputs = begun(learned)
+        run = as_of_now(run, inputs)
         wanted = _wanted(begun, learned)
         found.append(Road(one, *room(one, run, inputs, wanted), _seconds(one, run, inputs, wanted) if measure else None))
         if cuts and one == Reversible() and budget is not None and found[-1].device > budget:
@@ -211,6 +213,7 @@ def _shortened(run: Run, inputs: Inputs) -> tuple[Run, Inputs]:
     steps = min(MEASURED_STEPS, run.steps)
     cut = lambda x: x[:steps] if x.shape[0] == run.steps else x  # noqa: E731
     theta = [x[:steps] if s else x for x, s in zip(inputs.theta, run.functions.theta.stepped, strict=True)]
+    few = inputs._replace(h=jax.tree.map(cut, inputs.h), theta=theta)
     blocks = tuple(dataclasses.replace(b, known=(None,) * len(b.chain)) for b in run.blocks)
-    short = dataclasses.replace(run, blocks=blocks, steps=steps) if steps < run.steps else run
-    return short, inputs._replace(h=jax.tree.map(cut, inputs.h), theta=theta)
+    short = as_of_now(dataclasses.replace(run, blocks=blocks, steps=steps), few) if steps < run.steps else run
+    return short, few

@@ -34,6 +34,7 @@ from hypergrad._record_files import (
     apart,
     begin,
     check_concrete,
+    check_ok,
     like_end,
     opened,
     outcome_of,
@@ -66,7 +67,10 @@ from hypergrad.run.step import State, final_values, refilled, without_words
 
 LIMIT = 2**20  # bytes of record.json
 
-_GO_ON = " To differentiate what comes after a step, go on by hg.train(..., state=record.rewind(step).state)."
+_GO_ON = (
+    " To differentiate what comes after a step, go on by hg.train(..., state=record.rewind(step).state): steps are counted "
+    "anew there, for batches, keys and what is done every k steps, and averages begin anew."
+)
 
 
 @in_automatic_axes
@@ -206,8 +210,7 @@ class Record:
                 state, late = run.segment(train_on, inputs, plan, state, jnp.int32(step), static=(length,))
                 losses = jnp.concatenate([losses, late])
             outcome = outcome_of(run, inputs, plan, state, losses, note(run, losses, None, 0))
-        if not outcome.status.ok:
-            raise outcome.status.error()
+        check_ok(outcome)
         return put_together(run, about, outcome, run.steps, made.given["state"], jnp.bool_(True))
 
     def _check_unchanged(self) -> None:

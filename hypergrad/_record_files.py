@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -28,7 +28,7 @@ from hypergrad.adjoints import Disk, Reversible
 from hypergrad.adjoints.capacity import capacities
 from hypergrad.adjoints.stored import store_segments
 from hypergrad.batches import HostBatches
-from hypergrad.errors import StorageError
+from hypergrad.errors import RangeError, StorageError
 from hypergrad.optimizers.expand import concrete
 from hypergrad.optimizers.past import Past
 from hypergrad.run.disk import DiskWords
@@ -92,20 +92,15 @@ def train_and_keep(made: Made, folder: pathlib.Path, states_budget: int | str | 
     _check_empty(folder)
     run, inputs, _ = run_of(made, folder)
     prints = prints_of(run, inputs)
-    claim = _claimed(folder)
-    try:
-        _check_empty(folder)
-    except ValueError:
-        claim.unlink()
+    with _claimed(folder):
         if (folder / NAME).exists():  # finished by another process since
             return
-        raise
-    try:
-        _keep(run, inputs, prints, folder, states_budget)
-    except BaseException:
-        _remove(folder)
-        raise
-    claim.unlink()
+        _check_empty(folder)
+        try:
+            _keep(run, inputs, prints, folder, states_budget)
+        except BaseException:
+            _remove(folder)
+            raise
 
 
 def _check_empty(folder: pathlib.Path) -> None:
@@ -115,8 +110,9 @@ def _check_empty(folder: pathlib.Path) -> None:
         raise ValueError(_IN_USE.format(folder))
 
 
-def _claimed(folder: pathlib.Path) -> pathlib.Path:
-    """The file by which this call has the folder alone; who comes second is told, and touches nothing."""
+@contextlib.contextmanager
+def _claimed(folder: pathlib.Path) -> Iterator[None]:
+    """By a file that is there meanwhile this call has the folder alone; who comes second is told, and touches nothing."""
     claim = folder / CLAIM
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +121,10 @@ def _claimed(folder: pathlib.Path) -> pathlib.Path:
         raise ValueError(_IN_USE.format(folder)) from error
     except OSError as error:
         raise StorageError(f"{folder} cannot be written to: {error.strerror or error}.") from error
-    return claim
+    try:
+        yield
+    finally:
+        claim.unlink(missing_ok=True)
 
 
 def _remove(folder: pathlib.Path) -> None:
@@ -152,8 +151,7 @@ def _keep(run: Run, inputs: Inputs, prints: dict[str, str], folder: pathlib.Path
 
         words, end, seen, noted = store_segments(run, capacity, inputs, state, plan, look)
         outcome = outcome_of(run, inputs, plan, end, seen.losses, noted)
-    if not outcome.status.ok:
-        raise outcome.status.error()
+    check_ok(outcome)
     assert isinstance(words, DiskWords)
     seen_of_starts = np.stack(jax.device_get(starts))  # a program would have an operand for each
     print_ = write_arrays(folder / END, {"end": End(end, seen.losses, seen.batches, noted, seen_of_starts)})
@@ -174,6 +172,14 @@ def check_concrete(name: str, values: Any = (), cure: str = "") -> None:
             f"{name} works from Python and on files: call it outside of jax.jit, jax.vmap and jax.grad, with values that "
             f"are known.{cure}"
         )
+
+
+def check_ok(outcome: Outcome) -> None:
+    if not outcome.status.ok:
+        error = outcome.status.error()
+        if isinstance(error, RangeError):
+            error.add_note("hg.record has the fraction bits that hg.Reversible has by default, and takes no others.")
+        raise error
 
 
 def begin(run: Run, inputs: Inputs) -> tuple[Plan, State, Capacity]:

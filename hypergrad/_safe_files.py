@@ -45,11 +45,16 @@ def read(path: pathlib.Path, limit: int) -> bytes:
 
 
 def write_new(path: pathlib.Path, content: bytes) -> None:
-    """A file that was not there before, on disk when this returns. FileExistsError if anything has its name."""
+    """A file that was not there before, on disk when this returns, and not there when it does not. FileExistsError if
+    anything has its name."""
     with os.fdopen(os.open(path, _CREATE, 0o666), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def settle(folder: pathlib.Path) -> None:

@@ -1,5 +1,6 @@
 """Folders of records: opened in another process, of another run, damaged, or left by training that was killed."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -12,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import some_of
@@ -264,32 +264,21 @@ def test_who_records_second_touches_nothing_of_the_first(tmp_path: pathlib.Path,
 def test_training_that_fails_removes_what_it_wrote_alone(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep, mine = _record_files._keep, tmp_path / "mine.txt"
     monkeypatch.setattr(_record_files, "_keep", lambda *a: (mine.touch(), keep(*a)))
-    with pytest.raises(hg.RangeError):
+    with pytest.raises(hg.RangeError) as caught:
         hg.record(**options() | {"optimizer": hg.SGD(1e9, 0.05)}, folder=tmp_path)
-    assert list(tmp_path.iterdir()) == [mine]
+    assert list(tmp_path.iterdir()) == [mine] and "hg.record has the fraction bits" in caught.value.__notes__[0]
 
 
-def test_arrays_that_a_rule_closes_over_are_part_of_its_print(tmp_path: pathlib.Path) -> None:
-    def masked(mask: np.ndarray) -> Any:
-        class Masked(hg.optimizers.Optimizer):
-            learning_rate: Any = 0.1
-            momentum: Any = 0.5
-            chain = (
-                hg.optimizers.Link("velocity", lambda h, z, g: -g, decay="momentum"),
-                hg.optimizers.Link("params", lambda h, z: h.learning_rate * mask * z.velocity),
-            )
+@some_of("synced", range(1, 4), 1)
+def test_an_interrupt_leaves_nothing_at_whatever_file(synced: int, tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    fsync, calls = os.fsync, itertools.count(1)
 
-        return Masked()
+    def interrupted(descriptor: int) -> None:
+        if next(calls) == synced:
+            raise KeyboardInterrupt
+        fsync(descriptor)
 
-    given = {"loss": lambda w, _, x: jnp.sum((w - x) ** 2), "params": jnp.ones(3), "steps": 4}
-    given |= {"batches": hg.full_batch(jnp.float32(0)), "folder": tmp_path}
-    hg.record(**given, optimizer=masked(np.ones(3, np.float32)))
-    hg.record(**given, optimizer=masked(np.ones(3, np.float32)))
-    with fails(ValueError, "is of another run", "what `loss`, `batches` or `optimizer` compute differ"):
-        hg.record(**given, optimizer=masked(np.float32([1, 0, 1])))
-
-
-def test_a_file_is_no_folder(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "run").touch()
-    with fails(hg.StorageError, "it is a file"):
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         hg.record(**options(), folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())

@@ -111,3 +111,29 @@ def test_another_loss_is_no_record_from_elsewhere(tmp_path: pathlib.Path, monkey
     monkeypatch.setattr("jax.__version__", "0.0.1")
     with pytest.warns(UserWarning, match="compute the same cannot be told: what was trained is given as it was recorded"):
         hg.record(**options() | other, folder=tmp_path)
+
+
+def test_arrays_that_a_rule_closes_over_are_part_of_its_print(tmp_path: pathlib.Path) -> None:
+    def masked(mask: np.ndarray) -> Any:
+        class Masked(hg.optimizers.Optimizer):
+            learning_rate: Any = 0.1
+            momentum: Any = 0.5
+            chain = (
+                hg.optimizers.Link("velocity", lambda h, z, g: -g, decay="momentum"),
+                hg.optimizers.Link("params", lambda h, z: h.learning_rate * mask * z.velocity),
+            )
+
+        return Masked()
+
+    given = {"loss": lambda w, _, x: jnp.sum((w - x) ** 2), "params": jnp.ones(3), "steps": 4}
+    given |= {"batches": hg.full_batch(jnp.float32(0)), "folder": tmp_path}
+    hg.record(**given, optimizer=masked(np.ones(3, np.float32)))
+    hg.record(**given, optimizer=masked(np.ones(3, np.float32)))
+    with fails(ValueError, "is of another run", "what `loss`, `batches` or `optimizer` compute differ"):
+        hg.record(**given, optimizer=masked(np.float32([1, 0, 1])))
+
+
+def test_a_file_is_no_folder(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "run").touch()
+    with fails(hg.StorageError, "it is a file"):
+        hg.record(**options(), folder=tmp_path / "run")

@@ -14,6 +14,7 @@ import numpy as np
 
 from hypergrad._placement import entries_here
 from hypergrad._report import current_ledger
+from hypergrad._settings import own_settings
 from hypergrad.exact import PUBLIC_WORD_BITS, WORD_BITS, Buffer
 from hypergrad.optimizers.block import Block, Lost, lost_by
 from hypergrad.optimizers.chain import Link
@@ -116,6 +117,16 @@ def lost_of(run: Run, block: Block, link: Link, h: Hypers, capacity: Given) -> t
     steps = run.longest if run.store is None and not run.segments else run.steps
     lost = Lost(max(lost.words, told), max(lost.bits, told * WORD_BITS / steps))
     return (most, True) if most is not None and most.words <= lost.words else (lost, fitted is not None)
+
+
+def as_of_now(run: Run, inputs: Inputs) -> Run:
+    """The run whose decays, known in `inputs`, lose what they lose now when it is traced, too."""
+    blocks = []
+    with own_settings():
+        for block, own in zip(run.blocks, inputs.h, strict=True):
+            lost = [lost_of(run, block, link, own, None)[0] if link.decay else None for link in block.chain]
+            blocks.append(dataclasses.replace(block, known=tuple(lost)))
+    return dataclasses.replace(run, blocks=tuple(blocks))
 
 
 def traced_decays(run: Run, h: list[Hypers]) -> Iterator[tuple[int, Link]]:

@@ -248,6 +248,33 @@ def test_the_smallest_budget_of_all_roads_works():
         assert traced(budget).shape == ()
 
 
+# Rules that make a decay of hyperparameters.
+MADE_OF_OTHERS = {"AdamW": hg.AdamW(jnp.float32(1e-3)), "Lion": hg.Lion(jnp.float32(1e-3))}
+
+
+@some_of("rule", MADE_OF_OTHERS, "AdamW")
+def test_decays_that_are_made_of_others_lose_what_they_lose_now(rule):
+    """In a plan as outside of `jax.jit`: the smallest budget is the same."""
+    net, optimizer = problems.network(), MADE_OF_OTHERS[rule]
+
+    def smallest(asked):
+        with pytest.raises(ValueError, match="too little to reverse 200 steps") as caught:
+            asked(hg.Reversible(memory_budget=1))
+        return int(re.search(r"smallest that works is (\d+) bytes", str(caught.value))[1])
+
+    in_a_run = smallest(lambda x: jax.grad(lambda theta: trained(net, theta, optimizer, x, 200))(net.theta()))
+    assert smallest(lambda x: planned(net, optimizer, 200, adjoint=x)) == in_a_run
+    assert planned(net, optimizer, 200, adjoint=hg.Reversible(memory_budget=in_a_run)).roads[0].device > in_a_run
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rule", MADE_OF_OTHERS)
+def test_a_plan_for_little_memory_knows_all_roads(rule):
+    plan = planned(problems.network(), MADE_OF_OTHERS[rule], 200, memory_budget=1)
+    assert plan.adjoint is None and "no road fits into memory_budget=1 B" in plan.why
+    assert [road.adjoint.memory_budget is not None for road in plan.roads[:2]] == [False, True] and len(plan.roads) == 5
+
+
 def test_words_on_disk_are_planned_as_those_of_the_host(tmp_path):
     def planned_with(buffer):
         rule, adjoint = hg.SGD(jnp.float32(0.1), 0.1), hg.Reversible(buffer=buffer)
