@@ -139,7 +139,7 @@ def check_steps(steps: Any, batches: Any) -> int:
     if steps is None:
         return int(known)  # type: ignore[arg-type]
     if isinstance(steps, bool) or not isinstance(steps, (int, np.integer)):
-        raise TypeError(f"`steps` must be a Python integer, it fixes shapes; got {describe(steps)}.")
+        raise TypeError(f"`steps` must be a Python integer, as int(...) makes, it fixes shapes; got {describe(steps)}.")
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1; got {steps}.")
     if steps > STEPS:

@@ -286,7 +286,8 @@ def warn_unused(grads: Any) -> None:
         warnings.warn(
             "the hypergradient is exactly zero in every hyperparameter. Either `val_fn` does not depend on them, or it is "
             "piecewise constant, like an accuracy or an argmax: return a loss instead. Or training sees them only through "
-            "hard choices, like the rate of a dropout layer: take hg.concrete_dropout.",
+            "hard choices, like the rate of a dropout layer: take hg.concrete_dropout. Or nothing is trained: gradients are "
+            "zero at the start, as where all weights are.",
             stacklevel=3,
         )
         return

@@ -10,11 +10,17 @@ import equinox as eqx
 import jax
 
 
+MOST = 300  # characters of a structure: that of a model is pages
+
+
 def outline(tree: Any, is_leaf: Any = None) -> str:
     """The structure of a tree, or the class of a model, whose structure nobody can read."""
     if isinstance(tree, eqx.Module):
         return f"an equinox {type(tree).__name__}"
-    return f"a flax {type(tree).__name__}" if _is_of_flax(tree) else str(jax.tree.structure(tree, is_leaf))
+    if _is_of_flax(tree):
+        return f"a flax {type(tree).__name__}"
+    shown = str(jax.tree.structure(tree, is_leaf))
+    return shown if len(shown) <= MOST else f"{shown[:MOST]} ..."
 
 
 def hint(value: Any, tree: Any) -> str:
@@ -28,7 +34,22 @@ def hint(value: Any, tree: Any) -> str:
         )
     if isinstance(value, dict) and _is_of_flax(tree):
         return f" A dict is no prefix of it: make it a {type(tree).__name__} as well, {type(tree).__name__}({{...}})."
-    return ""
+    return _other_keys(value, tree, "")
+
+
+def _other_keys(value: Any, tree: Any, path: str) -> str:
+    """The first place at which two mappings have other keys; "" if there is none."""
+    if not isinstance(value, Mapping) or not isinstance(tree, Mapping):
+        return ""
+    if value.keys() != tree.keys():
+        more, less = ([repr(k) for k in a if k not in b] for a, b in ((value, tree), (tree, value)))
+        found = [f"has {_first(more)}, which the latter has not"] * bool(more) + [f"lacks {_first(less)}"] * bool(less)
+        return f" {f'At {path} the' if path else 'The'} former {', and '.join(found)}."
+    return next((x for k in value if (x := _other_keys(value[k], tree[k], f"{path}[{k!r}]"))), "")
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
 def _is_of_flax(tree: Any) -> bool:

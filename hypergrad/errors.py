@@ -169,10 +169,14 @@ def _non_finite(where: str, step: int, microbatches: int) -> str:
         f" As microbatches={microbatches} are added on a grid, what is above {2**22:,} in the gradient or the statistics of "
         "one counts as infinite, too."
     )
+    first = "Nothing was trained before it: look for NaN in the batch and in the hyperparameters, and "
+    later = (
+        "Training diverged, or a hyperparameter, a batch or the loss is not finite: lower the learning rate, clip the "
+        "gradient, or "
+    )
     return (
-        f"{where} became NaN or infinite at step {step}. Training diverged, or a hyperparameter or the loss is not finite: "
-        "lower the learning rate, clip the gradient, or check the loss for log(0), sqrt(0) and 0/0."
-        f"{added if microbatches else ''}"
+        f"{where} became NaN or infinite at step {step}. {later if step else first}check the loss for log(0), sqrt(0) and "
+        f"0/0.{added if microbatches else ''}"
     )
 
 

@@ -85,8 +85,8 @@ def knots(values: Any, steps: int, kind: str = "linear", positions: Any = None) 
     """schedule_t = sum_k weight_tk values_k: `steps` values from a few, which share their hypergradients' noise.
 
     values: array [knots] or [knots, *parameter shape], or a pytree of them. kind: "linear"; "cubic", the natural spline;
-    "constant", where each value holds until the next knot. positions: the step of each knot, increasing numbers from 0 to
-    `steps - 1` (whole or not), not learned; before the first knot and after the last the schedule is constant. None: the
+    "constant", where each value holds until the next knot. positions: the step of each knot, increasing numbers between 0
+    and `steps - 1` (whole or not), not learned; before the first knot and after the last the schedule is constant. None: the
     first knot is at step 0, the last at step `steps - 1`, the others evenly between (constant: windows of steps / knots). It
     goes inside a domain and is spread in that domain's coordinates: `hg.positive(hg.knots(jnp.full(8, 0.1), 100))`
     interpolates logarithms, so it stays positive between its knots too.
@@ -114,7 +114,7 @@ def knots(values: Any, steps: int, kind: str = "linear", positions: Any = None) 
 
 
 def _checked_positions(positions: Any, steps: int) -> tuple[float, ...]:
-    must = f"`positions` of hg.knots must be increasing numbers from 0 to steps - 1 = {steps - 1}, one for each knot"
+    must = f"`positions` of hg.knots must be increasing numbers between 0 and steps - 1 = {steps - 1}, one for each knot"
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(positions)):
         raise TypeError(f"{must}; they are traced. They are not learned: make them Python numbers or a NumPy array.")
     at = np.asarray(positions)
@@ -122,6 +122,8 @@ def _checked_positions(positions: Any, steps: int) -> tuple[float, ...]:
         raise TypeError(f"{must}; got {positions!r}.")
     if not (at.size and (np.diff(at) > 0).all() and 0 <= at[0] and at[-1] <= steps - 1):
         raise ValueError(f"{must}; got {positions!r}.")
+    if at.size > 2 and at[-1] <= 1:
+        raise ValueError(f"{must}; got {positions!r}, all within one step. They are steps, not parts of the run.")
     return tuple(float(x) for x in at)
 
 

@@ -111,6 +111,11 @@ def test_hyperparameter_that_forgot_its_per_step():
 def test_hyperparameter_of_another_tree():
     with fails(ValueError, "optimizer.learning_rate must be one value or a pytree prefix of `params`", "'q'", "'w'"):
         train(optimizer=hg.SGD({"q": 0.1}))
+    total, inner = lambda w, *_: jnp.sum(w["net"]["a"]), {f"w{i}": jnp.ones(1) for i in range(99)}  # noqa: E731
+    with fails(
+        ValueError, " ....", "At ['net'] the former has 'b', which the latter has not, and lacks 'a', 'w0', 'w1', ..."
+    ):
+        train(total, {"net": {"a": jnp.ones(1)} | inner}, hg.SGD({"net": {"b": 0.1}}))
 
 
 def test_field_names_are_no_prefix_of_a_model():

@@ -83,8 +83,9 @@ def test_knots_train_like_the_schedule_they_stand_for() -> None:
         ((jnp.ones(2), 5, "quadratic"), "`kind` of hg.knots must be one of 'linear', 'cubic', 'constant'; got 'quadratic'"),
         ((jnp.ones(2), 0), "`steps` of hg.knots must be an integer of at least 1; got 0"),
         ((jnp.ones(2), 5, "linear", [0, 2, 4]), r"hg.knots has shape \(2,\), for 3 positions: give one position for each"),
-        ((jnp.ones(2), 5, "linear", [3, 3]), r"`positions` of hg.knots must be increasing numbers from 0 to steps - 1 = 4"),
-        ((jnp.ones(2), 5, "cubic", [0, 5]), r"from 0 to steps - 1 = 4, one for each knot; got \[0, 5\]"),
+        ((jnp.ones(2), 5, "linear", [3, 3]), r"`positions` of hg.knots must be increasing numbers between 0 and"),
+        ((jnp.ones(2), 5, "cubic", [0, 5]), r"between 0 and steps - 1 = 4, one for each knot; got \[0, 5\]"),
+        ((jnp.ones(3), 5, "linear", [0, 0.5, 1]), r"all within one step. They are steps, not parts of the run"),
         ((jnp.ones(2), 5, "cubic", [0, float("nan")]), "`positions` of hg.knots must be increasing numbers"),
     ],
 )

@@ -8,13 +8,14 @@ parameters; the last link may not read the gradient (it is recomputed only once 
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 
 from hypergrad.exact import MOMENTUM_DENOMINATOR, WIDE_DENOMINATOR
+from hypergrad.optimizers.keywords import check_keywords
 
 
 PARAMS = "params"
@@ -124,6 +125,10 @@ class Optimizer(eqx.Module):
     linear: ClassVar[bool] = False
     entrywise: ClassVar[bool] = False
     by_step: ClassVar[bool] = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        check_keywords(cls, kwargs)
+        return super().__new__(cls, *args, **kwargs)
 
     def hyperparameters(self) -> dict[str, Any]:
         """Its differentiable fields by name."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 
+from hypergrad._prefixes import hint, outline
 from hypergrad.hypers import describe
 from hypergrad.optimizers.chain import Link, Optimizer, Signal, check_has_chain
 from hypergrad.optimizers.gradient_link import WithGradientLink
@@ -49,7 +50,7 @@ class Partition(Optimizer):
         except ValueError as e:
             raise ValueError(
                 "hg.partition: `labels` must be a pytree prefix of `params` with labels as leaves; got the tree "
-                f"{jax.tree.structure(given)} for params {jax.tree.structure(params)}."
+                f"{outline(given)} for params {outline(params)}.{hint(given, params)}"
             ) from e
         for (path, _), label in zip(jax.tree_util.tree_leaves_with_path(params), found, strict=True):
             if not isinstance(label, Hashable) or label not in self.rules:

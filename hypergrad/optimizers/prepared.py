@@ -116,7 +116,8 @@ def check_fits(stack: Stack, path: str, h: Hypers, z: Iterable[Array]) -> None:
             raise ValueError(
                 f"{type(stack.rule.optimizer).__name__}: `prepare` or `begin` gives {key!r} the shape {x.shape} for "
                 f"params{path}. After the axis of steps, {own} does not broadcast against what its links hold: "
-                f"{', '.join(map(str, sorted(shapes)))}."
+                f"{', '.join(map(str, sorted(shapes)))}. What differs by step alone has the shape [steps, 1, ..., 1], "
+                "with as many axes as h has: x.reshape(-1, *[1] * (h[name].ndim - 1))."
             )
 
 

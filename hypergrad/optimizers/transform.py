@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad._prefixes import hint, outline
 from hypergrad.optimizers.chain import PARAMS, Link, Optimizer, Signal, View, as_float
 
 
@@ -167,8 +168,8 @@ class Freeze(Transformed):
             return jax.tree.leaves(jax.tree.broadcast(mask, params))
         except ValueError as e:
             raise ValueError(
-                f"hg.freeze: `mask` must be one bool or a pytree prefix of `params`; got the tree {tree} for params "
-                f"{jax.tree.structure(params)}."
+                f"hg.freeze: `mask` must be one bool or a pytree prefix of `params`; got the tree {outline(mask)} for "
+                f"params {outline(params)}.{hint(mask, params)}"
             ) from e
 
     @staticmethod

@@ -69,7 +69,8 @@ def _divided(trial: FrozenTrial, grads: Any, tree: _marks.Tree | None) -> tuple[
     suggested = trial.distributions
     if not isinstance(grads, Mapping):
         if tree is None:
-            raise ValueError(f"`grads` must be {{name: derivative}}; got {type(grads).__name__}.")
+            cure = " Give names: dict(zip(names, grads))." if isinstance(grads, (tuple, list)) else ""
+            raise ValueError(f"`grads` must be {{name: derivative}}; got {type(grads).__name__}.{cure}")
         return {}, grads
     grads = {name: g for name, g in grads.items() if not (is_domain(g) and g.kind == "fixed")}
     numbers = {name: g for name, g in grads.items() if name in suggested}

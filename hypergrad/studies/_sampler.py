@@ -17,6 +17,9 @@ from hypergrad.studies import _chains, _marks
 from hypergrad.studies._descent import Descent, check_rule
 
 
+UNREPORTED = 10  # trials after which a study without a gradient is no accident
+
+
 class HypergradientSampler(BaseSampler):
     """u <- u + meta_optimizer(du), from a trial whose objective called `report_gradient`, for each float without `step`.
 
@@ -59,6 +62,7 @@ class HypergradientSampler(BaseSampler):
             return  # decided when the trial was asked for
         trials = storage.get_all_trials(study._study_id, deepcopy=False)
         self._warn_of_unusable(study, trials)
+        self._warn_of_no_gradient(study, trials)
         _marks.study_seed(study, self._seed)
         link = _marks.Link(trial.number, 0, None)
         again = _marks.copied_link(trial)
@@ -141,6 +145,18 @@ class HypergradientSampler(BaseSampler):
                 f"the study holds gradients or chains that cannot be used: {found[kind]}. Their trials count as plain ones.",
                 stacklevel=4,
             )
+
+    def _warn_of_no_gradient(self, study: Study, trials: list[FrozenTrial]) -> None:
+        own = [t for t in trials if t.state == TrialState.COMPLETE and _marks.LINK in t.system_attrs]
+        reported = any(_marks.GRADIENT in t.system_attrs for t in trials)
+        if len(own) < UNREPORTED or reported or (study.study_name, "") in self._warned:
+            return
+        self._warned.add((study.study_name, ""))
+        warnings.warn(
+            f"none of the study's {len(own)} trials by HypergradientSampler has reported a gradient, so that all were the "
+            "inner sampler's: call hg.studies.report_gradient(trial, {name: derivative}) in the objective.",
+            stacklevel=4,
+        )
 
 
 def _sign(study: Study) -> float:

@@ -15,6 +15,9 @@ from hypergrad.studies import _marks
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:none of the study's")  # the contract knows nothing of gradients
+
+
 class TestSampler(contract.BasicSamplerTestCase, contract.SingleOnlySamplerTestCase):
     @pytest.fixture
     def sampler(self):

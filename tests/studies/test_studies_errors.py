@@ -71,8 +71,19 @@ def test_names_that_were_not_suggested_are_errors():
         hg.studies.report_gradient(trial, {"layers": 1.0})
     with pytest.raises(ValueError, match='`space` is "natural" or "unconstrained"; got \'log\''):
         hg.studies.report_gradient(trial, {"x": 1.0}, space="log")
-    with pytest.raises(ValueError, match="`grads` must be {name: derivative}; got float"):
+    with pytest.raises(ValueError, match="`grads` must be {name: derivative}; got float.$"):
         hg.studies.report_gradient(trial, 1.0)
+    with pytest.raises(ValueError, match=r"got tuple. Give names: dict\(zip\(names, grads\)\)."):
+        hg.studies.report_gradient(trial, (1.0,))
+
+
+def test_a_study_in_which_nothing_is_reported_says_so_once() -> None:
+    study = study_of()
+    objective = lambda trial: trial.suggest_float("x", 0.1, 2.0)  # noqa: E731
+    study.optimize(objective, n_trials=10)
+    with pytest.warns(UserWarning, match="none of the study's 10 trials by HypergradientSampler has reported") as caught:
+        study.optimize(objective, n_trials=4)
+    assert len(caught) == 1
 
 
 def test_arguments_are_checked():
