@@ -23,6 +23,7 @@ from hypergrad.hypers import check_hypers, is_domain, split_fixed
 
 
 _HALVINGS = 7
+_ASKED = 5  # the place of the step that is asked about, on the ladder of sizes
 _SETTLED = 0.05  # differences that vary by more than this share of themselves have not settled on a derivative
 _FAITHFUL = 0.1  # a prediction is trusted while it is off by at most this share
 
@@ -41,16 +42,23 @@ class GradientCheck(NamedTuple):
     def explain(self) -> str:
         """The verdict in sentences."""
         size = max(abs(self.difference), 1e-300)
+        along = f"along the sign of the gradient the hypergradient gives {self.derivative:.6g}, "
+        if math.isinf(self.noise):
+            return f"{self.verdict}: {along}{_LOST}"
         numbers = (
-            f"along the sign of the gradient the hypergradient gives {self.derivative:.6g}, differences of nearby runs "
-            f"{self.difference:.6g} with an uncertainty of {self.noise:.1g} ({self.noise / size:.1g} of it), taken at steps "
-            f"of {self.step:.3g}. "
+            f"differences of nearby runs {self.difference:.6g} with an uncertainty of {self.noise:.1g} "
+            f"({self.noise / size:.1g} of it), taken at steps of {self.step:.3g}. "
         )
-        return f"{self.verdict}: {numbers}{_CHECK_SENTENCES[self.verdict](self)}"
+        return f"{self.verdict}: {along}{numbers}{_CHECK_SENTENCES[self.verdict](self)}"
 
     def __str__(self) -> str:
         return self.explain()
 
+
+_LOST = (
+    "and nearby runs fail, or differ by less than the rounding of their value. Compute in float64 (jax.enable_x64), pass "
+    "another `step`, or start where the hyperparameters matter for the value."
+)
 
 _CHECK_SENTENCES: dict[str, Callable[[GradientCheck], str]] = {
     "agrees": lambda c: f"They differ by {c.relative_error:.1g}, within {c.tolerance:.1g}.",
@@ -58,8 +66,9 @@ _CHECK_SENTENCES: dict[str, Callable[[GradientCheck], str]] = {
         f"They differ by {c.relative_error:.1g}, more than {c.tolerance:.1g} and more than the uncertainty: the gradient is "
         "not the derivative of this function, or the function has kinks within the steps. For the first look for "
         "jax.lax.stop_gradient, a custom derivative rule, rounding or integers in `train_fn` or `val_fn`, and values that "
-        "depend on more than (hypers, key). Kinks are in relu, in a clip near its threshold, in Adam where a gradient is "
-        "zero, and in a run that hg.diagnose calls exploding: a smaller `step` in float64 tells, and adjoint=hg.Unrolled()."
+        "depend on more than (hypers, key); hg.Truncated and a constant preconditioner leave out a part of it. Kinks are in "
+        "relu, in a clip near its threshold, in Adam where a gradient is zero, and in a run that hg.diagnose calls "
+        "exploding: a smaller `step` in float64 tells, and adjoint=hg.Unrolled()."
     ),
     "the difference is too noisy to tell": lambda c: (
         "The differences do not settle, so they can neither confirm nor refute it. Compute in float64 (jax.enable_x64), "
@@ -80,12 +89,19 @@ class Smoothness(NamedTuple):
     sizes: np.ndarray  # the ladder of step sizes, [8], ascending up to 4 `step`
     predicted: np.ndarray  # g . d for each size
     actual: np.ndarray  # f(h + d) - f(h) for each size; NaN where training fails
+    rounding: float = 0.0  # of the value: predictions below it are not seen
 
     def explain(self) -> str:
         """What that means for the meta-loop."""
         if math.isnan(self.ratio):
             return (
                 f"rough: a step of {self.step:.3g} leads to hyperparameters with which training fails. Take a smaller one."
+            )
+        if (foreseen := abs(float(self.predicted[_ASKED]))) <= self.rounding:
+            return (
+                f"flat: a step of {self.step:.3g} against the hypergradient should change the value by {foreseen:.1g}, and "
+                f"its rounding is {self.rounding:.1g}: whether predictions hold cannot be seen. The hyperparameters hardly "
+                "matter here: begin where they do, take a larger `step`, or compute in float64 (jax.enable_x64)."
             )
         moved_by = (
             f"a step of {self.step:.3g} against the hypergradient changes the value by {self.ratio:.2f} of the prediction"
@@ -187,17 +203,18 @@ def check_smoothness(
         )
     d = jax.tree.map(lambda g: -g / largest, slopes)
     value = _value(train_fn, val_fn, hypers, key)
-    sizes = step * 2.0 ** np.arange(-5, 3)
+    sizes = step * 2.0 ** np.arange(-_ASKED, 3)
     predicted = sizes * _dot(slopes, d)
     actual = np.array([float(value(moved(learned, d, float(s)))) for s in sizes]) - float(start)
     with np.errstate(invalid="ignore", divide="ignore"):
         ratios = actual / predicted
-    lost = np.abs(predicted) <= 4 * float(jnp.finfo(start.dtype).eps) * abs(float(start))  # less than rounding shows
+    rounding = 4 * float(jnp.finfo(start.dtype).eps) * abs(float(start))
+    lost = np.abs(predicted) <= rounding
     faithful = (np.abs(ratios - 1) <= _FAITHFUL) | (lost & ~lost.all())
     rungs = int(np.argmin(faithful)) if not faithful.all() else len(sizes)
     cosine, same_sign = _ends(train_fn, val_fn, moved(learned, d, step), fixed, key, slopes)
     trusted = float(sizes[rungs - 1]) if rungs else 0.0
-    return Smoothness(step, float(ratios[5]), cosine, same_sign, trusted, sizes, predicted, actual)
+    return Smoothness(step, float(ratios[_ASKED]), cosine, same_sign, trusted, sizes, predicted, actual, rounding)
 
 
 def _ends(train_fn: Any, val_fn: Any, there: Any, fixed: Any, key: Array | None, slopes: Any) -> tuple[float, float]:

@@ -89,6 +89,11 @@ def diagnose(
             "`val_fn` does not use what it trained. Pass the default adjoint."
         )
     for trace in traces:
+        if (seen := len(trace.norms[PARAMS]) - 1) < len(trace.losses):
+            raise ValueError(
+                f"hg.diagnose sees the last {seen} of {len(trace.losses)} steps of a run alone by hg.Truncated, and judges "
+                "whole ones: pass the default adjoint to look into it."
+            )
         check_symmetric(trace.asymmetry, [np.float32])
     length = float(norm(grads))
     worst = max((judge(t, float(value), length, len(traces)) for t in traces), key=_badness)

@@ -67,7 +67,7 @@ def optimize(
     fold_in(key, 0) at every meta-step, so that its values are comparable. seeds_per_step: keys to average over, split from
     that of the meta-step and vmapped (one after the other if jit=False). monitor_fn: like val_fn, on a third split of the
     data; it is not differentiated, and decides on `Result.best` and early stopping. callbacks: called with each
-    `MetaStep`; True stops, with a warning unless it comes from `hg.callbacks`, and what is no bool and
+    `MetaStep`; True stops, with a warning where one returned nothing before, and what is no bool and
     not None is a TypeError. checkpoint: a folder, made if absent, to go on from if it holds this run: killed at any
     moment and called again, or called with more `meta_steps`, the history is that of an uninterrupted run. jit: compile
     the evaluation once for all steps (and once more whenever the information buffer must grow); False runs it from Python,

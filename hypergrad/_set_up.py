@@ -19,7 +19,7 @@ from hypergrad._numbers import check_numbers
 from hypergrad._problem import Problem
 from hypergrad._processes import reject_python, several
 from hypergrad._program_keys import contains
-from hypergrad._signals import check_shapes_of_signals
+from hypergrad._signals import check_examples, check_shapes_of_signals
 from hypergrad._trace import Traced, trace, with_foreign
 from hypergrad.adjoints import Adjoint, Reversible
 from hypergrad.batches import HostBatches, full_batch
@@ -59,6 +59,8 @@ def set_up(problem: Problem, adjoint: Adjoint = Reversible(), throw: bool = True
     seen = _statistics_like(statistics_tree, out.values)
     if traced.functions.signals is not None:
         check_shapes_of_signals(traced.functions.signals.program.out, tuple(out.blocks), out.values, params)
+        if any(layer.is_rule and layer.optimizer.of_examples for layer in out.layers):
+            check_examples(problem, (traced.theta, traced.frozen), traced.functions.signals.program.key)
     blocks = decided(out.blocks, of_one_step, out.values, seen)
     if metric is not None:
         door.check_metric(metric)

@@ -23,7 +23,7 @@ from hypergrad._processes import divided, whole
 from hypergrad._shown import shown
 from hypergrad.batches import check_key
 from hypergrad.exact import substitute
-from hypergrad.schedules import has_knots, refuse_arithmetic, spread
+from hypergrad.schedules import has_knots, is_knots, leaves_with_knots, refuse_arithmetic, spread
 
 
 _UNIT_MARGIN = 2.0**-16  # the smallest momentum that the exact layer represents
@@ -192,12 +192,12 @@ def check_hypers(hypers: Any) -> Any:
 def describe_hypers(hypers: Any) -> dict[str, str]:
     """What each leaf is, by path: "float32[100] in positive", and for what is fixed its value or a digest of it."""
     found = {}
-    for path, domain in jax.tree_util.tree_leaves_with_path(hypers, is_leaf=is_domain):
-        for inner, x in jax.tree_util.tree_leaves_with_path(domain):
+    for path, domain in jax.tree_util.tree_leaves_with_path(hypers, is_leaf=lambda x: is_domain(x) or is_knots(x)):
+        for inner, x, made in leaves_with_knots(domain):
             kind = f"{domain.kind} {domain.low:.6g}..{domain.high:.6g}" if is_domain(domain) else "the real line"
             fixed_ = is_domain(domain) and domain.kind == "fixed"
             of = f"fixed at {_digest(x)}" if fixed_ else kind.removesuffix(" -inf..inf")
-            found[hyper_path((*path, *inner))] = f"{describe(x)} in {of}"
+            found[hyper_path((*path, *inner))] = f"{describe(x)} in {of}{made}"
     return found
 
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,6 +59,8 @@ def schedules(hypers: Any, ax: Any = None, *, start: Any = None) -> Any:
     weight is drawn as its median and a band from the 10th to the 90th percentile. start: a tree like `hypers`, drawn in
     grey.
     """
+    if hasattr(hypers, "history"):
+        raise TypeError("hg.plots.schedules takes hyperparameters, such as result.hypers; got what hg.optimize returns.")
     ax = _axes(ax)
     curves = _per_step(hypers)
     if not curves:
@@ -81,10 +84,13 @@ def images(
 ) -> Any:
     """Hyperparameters as images, side by side in one picture with a colour bar.
 
-    values: [count, *shape], [*shape], or [count, pixels] with `shape` = (rows, columns) of an image. Values of both signs
-    get a diverging map with white at 0, others a sequential one; colours saturate at the 2nd and 98th percentile.
+    values: [count, *shape], [*shape], or [count, pixels] with `shape` = (rows, columns) of an image, also in a domain.
+    Values of both signs get a diverging map with white at 0, others a sequential one; colours saturate at the 2nd and 98th
+    percentile.
     label: of the colour bar.
     """
+    if not eqx.is_array_like(values := natural(values)):
+        raise TypeError(f"hg.plots.images takes one array, such as result.hypers['images']; got {describe(values)}.")
     values = np.asarray(values, np.float64)
     shape = values.shape[-2:] if shape is None else shape
     if len(shape) != 2 or not _are_images(values.shape, tuple(shape)):
@@ -114,6 +120,8 @@ def images(
 
 def cotangents(diagnosis: Any, ax: Any = None) -> Any:
     """Norm of each link's cotangent against the training step, of a `Diagnosis`; an unstable stretch is shaded."""
+    if not hasattr(diagnosis, "norms"):
+        raise TypeError(f"hg.plots.cotangents takes what hg.diagnose returns; got {describe(diagnosis)}.")
     ax = _axes(ax)
     for (link, norms), style in zip(sorted(diagnosis.norms.items(), key=lambda x: x[0] != PARAMS), _styles(), strict=False):
         ax.plot(np.where(norms > 0, norms, np.nan), label=link, **style)
@@ -134,9 +142,15 @@ def buffer(decays: Any, steps: int | None = None, ax: Any = None) -> Any:
     `steps`. Solid: 16-bit words, where entries share their decay (6 bytes more where each has its own). Dashed: the sum of
     log2(1/decay); what is not yet a word waits in the integers.
     """
-    ax, decays = _axes(ax), natural(decays)
-    listed = decays if isinstance(decays, (list, tuple)) else [decays]
+    decays = natural(decays)
+    listed = decays if type(decays) in (list, tuple) else [decays]
     runs = decays if isinstance(decays, Mapping) else dict(enumerate(listed))
+    for decay in runs.values():
+        if not eqx.is_array_like(decay.values if isinstance(decay, PerStep) else decay):
+            raise TypeError(
+                f"hg.plots.buffer takes decays, such as 0.9 or result.hypers['momentum']; got {describe(decay)}."
+            )
+    ax = _axes(ax)
     for (label, decay), style in zip(runs.items(), _styles(), strict=False):
         rho = np.asarray(decay.values if isinstance(decay, PerStep) else decay, np.float64)
         if rho.ndim == 0 and steps is None:

@@ -3,6 +3,7 @@
 Invariant: a schedule is linear in its knots, and knots that are all equal give a constant schedule.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -129,14 +130,25 @@ def _checked_positions(positions: Any, steps: int) -> tuple[float, ...]:
 
 def spread(tree: Any) -> Any:
     """The tree with all `Knots` in it turned into `PerStep`."""
-    return jax.tree.map(lambda x: x.per_step() if _is_knots(x) else x, tree, is_leaf=_is_knots)
+    return jax.tree.map(lambda x: x.per_step() if is_knots(x) else x, tree, is_leaf=is_knots)
 
 
 def has_knots(tree: Any) -> bool:
-    return any(map(_is_knots, jax.tree.leaves(tree, is_leaf=_is_knots)))
+    return any(map(is_knots, jax.tree.leaves(tree, is_leaf=is_knots)))
 
 
-def _is_knots(x: Any) -> bool:
+def leaves_with_knots(tree: Any) -> Iterator[tuple[Any, Any, str]]:
+    """(path, leaf, what is made of it where it is the values of `Knots`)"""
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_knots):
+        made = ""
+        if is_knots(node):
+            at = "" if node.positions is None else f" at {', '.join(f'{x:g}' for x in node.positions)}"
+            made = f", {node.kind} knots over {node.steps} steps{at}"
+        for inner, x in jax.tree_util.tree_leaves_with_path(node):
+            yield (*path, *inner), x, made
+
+
+def is_knots(x: Any) -> bool:
     return isinstance(x, Knots)
 
 

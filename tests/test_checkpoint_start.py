@@ -54,6 +54,18 @@ def test_another_fixed_leaf_is_another_run(there: Any, here: Any, tmp_path: path
         go(here)
 
 
+@pytest.mark.parametrize("other", [{"kind": "cubic"}, {"positions": [0, 1, 3]}], ids=str)
+def test_another_spread_of_the_same_knots_is_another_run(other: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    def go(**options: Any) -> hg.Result:
+        hypers = {"x": hg.positive(hg.knots(jnp.ones(3), 5, **options))}
+        function = lambda h, key: h["x"].values  # noqa: E731
+        return hg.optimize(function, lambda x: jnp.sum((x - 2) ** 2), hypers, meta_steps=2, checkpoint=tmp_path)
+
+    go()
+    with pytest.raises(ValueError, match=r"holds another run: hypers\['x'\] is .*linear knots over 5 steps there and"):
+        go(**other)
+
+
 def test_more_meta_steps_do_not_pass_a_callback_that_has_stopped(tmp_path: pathlib.Path) -> None:
     stopping = lambda: {"callbacks": [hg.callbacks.EarlyStopping(2, 100.0)]}  # noqa: E731 (nothing is better by 100)
     assert len(run(tmp_path, 1.0, 9, **stopping()).history) == 3 == len(run(None, 1.0, 20, **stopping()).history)

@@ -231,3 +231,11 @@ def test_what_a_probe_found_stays_that_of_its_runs() -> None:
     with probe() as (second, _):
         pass
     assert len(first) == 1 and not second
+
+
+def test_the_last_steps_of_a_run_are_not_judged_as_the_whole() -> None:
+    adjoint = hg.Truncated(last=2)
+    loss, batches = lambda w, _, x: jnp.sum((w - x) ** 2), hg.full_batch(0.0)
+    train_fn = lambda h, key: hg.train(loss, jnp.ones(2), hg.SGD(h), batches, steps=5, adjoint=adjoint).params  # noqa: E731
+    with fails(ValueError, "hg.diagnose sees the last 2 of 5 steps of a run alone by hg.Truncated"):
+        hg.diagnose(train_fn, jnp.sum, 0.1)

@@ -161,3 +161,23 @@ def test_missing_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 def test_what_is_no_picture(draw: Any, words: str) -> None:
     with fails(ValueError, words):
         draw()
+
+
+@pytest.mark.parametrize(
+    ("draw", "words"),
+    [
+        (lambda: plots.images({"a": 1}), "takes one array, such as result.hypers['images']; got dict"),
+        (lambda: plots.buffer(hg.SGD(0.1)), "takes decays, such as 0.9"),
+        (lambda: plots.buffer(result([1.0])), "takes decays, such as 0.9"),
+        (lambda: plots.schedules(result([1.0])), "takes hyperparameters, such as result.hypers"),
+        (lambda: plots.cotangents(result([1.0])), "takes what hg.diagnose returns; got Result"),
+    ],
+)
+def test_what_another_picture_is_of(draw: Any, words: str) -> None:
+    with fails(TypeError, words):
+        draw()
+
+
+def test_images_in_a_domain_are_drawn_in_natural_units() -> None:
+    (shown,) = plots.images(hg.positive(jnp.full((1, 2, 2), 3.0))).images
+    np.testing.assert_allclose(shown.get_array(), 3.0, rtol=1e-6)

@@ -85,7 +85,10 @@ def examples(batch: Any) -> int:
     """How many there are."""
     sizes = {jax.tree_util.keystr(path): jnp.shape(x)[:1] for path, x in jax.tree_util.tree_leaves_with_path(batch)}
     if len(set(sizes.values())) != 1 or () in sizes.values():
-        raise ValueError(f"each leaf of `batch` must have the examples as its leading axis; the leading axes are {sizes}.")
+        raise ValueError(
+            f"each leaf of `batch` must have the examples as its leading axis; the leading axes are {sizes}. What belongs "
+            "to no example, such as the key of a step, is no part of a batch here: let the loss close over it."
+        )
     count = next(iter(sizes.values()))[0]
     if not count:
         raise ValueError("`batch` has no examples: its leading axes are of size 0. A mean over none is no number.")

@@ -99,7 +99,9 @@ def _averaged(batch: Batch, found: Found, leaf: int, averages: dict[int, Array])
     place = lambda row: jnp.broadcast_to(row, (batch.count, *shape))  # noqa: E731
     a, b = jax.vmap(lambda row: batch.matrices(use, place(row)))(rows)  # B of a unit of the output: which entry it is
     if a.shape[3] != 1:
-        raise ValueError("'kfra' is for layers that are used at one position an example; take 'kflr' for sequences.")
+        raise ValueError(
+            "'kfra' is for layers that are used at one position an example; take 'kflr' for convolutions and sequences."
+        )
     order = b[:, 0, :, 0]  # [outputs, groups, out]
     b = jnp.einsum("ogi,op,pgj->gij", order, g, order)
     return Kronecker(None if leaf in found.shifts else input_factor(a[0]), b)

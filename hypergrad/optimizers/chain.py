@@ -105,16 +105,17 @@ class Optimizer(eqx.Module):
     """Base of reversible optimizers: dataclass fields are the hyperparameters, `chain` is the update.
 
     Each field is a scalar, a `PerStep`, an array of a parameter's shape, or a pytree prefix of the parameters with such
-    leaves. `linear`: every gradient enters its increment linearly, with a factor made of hyperparameters alone
-    (the reverse pass is then cheaper by one linearization). `entrywise`: what becomes of an entry depends on no other entry
-    of its leaf, nor on its shape (small leaves are then laid side by side: less to compile). `weights`: what else than links
-    a run must know to go on where another ended, {entry of `state`: decay}: 1 - the product of that decay over all steps
-    before, which `prepare` finds in h where `state` has it. `signals`: what links see that do not see the gradient, {name:
-    function(loss, params, theta, batch, key) -> pytree like the parameters, leaves of the shape that the link holds}, at the
-    old parameters; loss(params, theta, batch) is the user's, key the step's own. `by_step`: `prepare` makes the values of a
-    step of that step's alone, and of `weights`. `bounds`: entries of h that hold only where the chain has these links and
-    all of them see the same gradient, {entry: links}; 0 otherwise. `approximate`: what of the update its derivative leaves
-    out, a phrase for the status.
+    leaves. `linear`: every gradient enters its increment linearly, with a factor made of hyperparameters alone (the reverse
+    pass is then cheaper by one linearization). `entrywise`: what becomes of an entry depends on no other entry of its leaf,
+    nor on its shape (small leaves are then laid side by side: less to compile). `weights`: what else than links a run must
+    know to go on where another ended, {entry of `state`: decay}: 1 - the product of that decay over all steps before, which
+    `prepare` finds in h where `state` has it. `signals`: what links see that do not see the gradient, {name: function(loss,
+    params, theta, batch, key) -> pytree like the parameters, leaves of the shape that the link holds}, at the old
+    parameters; loss(params, theta, batch) is the user's, key the step's own. `of_examples`: its signals see the loss of each
+    example, of which the loss is the mean: tested where values are concrete. `by_step`: `prepare` makes the values of a step
+    of that step's alone, and of `weights`. `bounds`: entries of h that hold only where the chain has these links and all of
+    them see the same gradient, {entry: links}; 0 otherwise. `approximate`: what of the update its derivative leaves out, a
+    phrase for the status.
     """
 
     chain: ClassVar[tuple[Link, ...]]
@@ -125,6 +126,7 @@ class Optimizer(eqx.Module):
     linear: ClassVar[bool] = False
     entrywise: ClassVar[bool] = False
     by_step: ClassVar[bool] = False
+    of_examples: ClassVar[bool] = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         check_keywords(cls, kwargs)

@@ -53,6 +53,7 @@ class DiagonalGGN(Optimizer):
     l2: Any = 0.0
 
     signals = {EXACT: _exact}
+    of_examples = True
     chain = _chain(EXACT)
 
 

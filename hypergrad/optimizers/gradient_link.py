@@ -71,6 +71,10 @@ class WithGradientLink(GradientLinked):
         return self.rule.signals
 
     @property
+    def of_examples(self) -> bool:  # type: ignore[override]
+        return self.rule.of_examples
+
+    @property
     def linear(self) -> bool:  # type: ignore[override]
         return self.rule.linear
 

@@ -54,6 +54,7 @@ class KFAC(Optimizer):
 
     quantity: ClassVar[str] = "kfac"
     weights = {"factors_weight": "decay"}
+    of_examples = True
 
     def __check_init__(self) -> None:
         check_int(self, "every", 1)

@@ -82,5 +82,6 @@ class SophiaG(Sophia):
     gamma: Any = 0.05
 
     signals = {SAMPLED: sampled}
+    of_examples = True
     chain = _chain(SAMPLED)
     entrywise = True

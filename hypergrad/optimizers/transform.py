@@ -207,7 +207,8 @@ def add_decayed_weights(optimizer: Optimizer, weight_decay: Any) -> AddDecayedWe
 
 
 def freeze(optimizer: Optimizer, mask: Any) -> Freeze:
-    """`optimizer` without the leaves where `mask` is True: they neither move nor decay, whatever `state` a run begins with.
+    """`optimizer` without the leaves where `mask` is True: they stay where they are on the grid, whatever `state`
+    a run begins with.
 
     Their gradient is zero to the accumulators, as with `optax.freeze`, and transformations inside do not see them: no decay
     gives them a gradient, and no norm has them in it.

@@ -26,6 +26,11 @@ def end(f: Any, b: Any) -> Any:
     return jnp.mean((f - b["y"]) ** 2)
 
 
+def declared(f: Any, b: Any) -> Any:
+    """Of a model without a layer that has factors, nobody else knows where it ends."""
+    return jnp.mean(hg.curvature.likelihood("squared_error", f, b["y"]))
+
+
 def complex_(p: Any, b: Any) -> Any:
     f = jnp.fft.fft(b["x"], axis=-1) @ p["w"].astype(jnp.complex128)
     return f.real + f.imag
@@ -67,7 +72,7 @@ MODELS: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
 def network(name: str) -> Network:
     model, shapes = MODELS[name]
     params = {leaf: jnp.asarray(RNG.normal(size=shape)) for leaf, shape in shapes.items()}
-    return Network(model, end, params, {"x": jnp.asarray(X), "y": jnp.asarray(Y)})
+    return Network(model, declared if name == "ensemble" else end, params, {"x": jnp.asarray(X), "y": jnp.asarray(Y)})
 
 
 @pytest.mark.parametrize("name", MODELS)
