@@ -155,7 +155,8 @@ def test_auto_in_the_meta_loop():
     assert len(result.history) == 2
 
 
-def test_measured_seconds_and_the_table():
+def test_measured_seconds_and_the_table(monkeypatch):
+    monkeypatch.setattr(_plan, "LEAST_SECONDS", 0.0)
     net, steps = DENSE, 20
     plan = hg.plan(net.loss, net.params(), hg.SGD(0.1, 0.9), net.batches(steps), theta=net.theta(), steps=steps)
     assert all(road.seconds > 0 for road in plan.roads)
