@@ -31,10 +31,11 @@ class Stability:
     def tell(self, done: Any, ledger: Ledger, history: list[Any]) -> None:
         """A warning, if training explodes at the first meta-step, or at one where the hypergradient jumps, or a seed's."""
         first = not history
-        if first and math.isnan(done.value):
+        if len(history) == 1 and math.isnan(history[0].value) and math.isnan(done.value):
             why = "" if done.status is None else done.status.sentence()
             warnings.warn(
-                f"hg.optimize, meta-step 0: no seed gave a finite value, so nothing is learned{f': {why}' if why else '.'}",
+                "hg.optimize: no seed of the first two meta-steps gave a finite value, so nothing is learned"
+                f"{f': {why}' if why else '.'}",
                 stacklevel=5,
             )
             return

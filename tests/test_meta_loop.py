@@ -88,7 +88,8 @@ def test_a_seed_that_diverged_does_not_poison_the_mean(seeds: int, jit: bool) ->
 def test_where_every_seed_diverged_the_hypers_stay() -> None:
     always = lambda h, key: diverging({"learning_rate": h["learning_rate"] * 1e12}, key)  # noqa: E731
     options = {"seeds_per_step": 2, "skip_nonfinite": True, "meta_optimizer": optax.sgd(1.0), "meta_steps": 2}
-    result = hg.optimize(always, val_fn, RATE, **options)
+    with pytest.warns(UserWarning, match="no seed of the first two meta-steps gave a finite value.*left the range"):
+        result = hg.optimize(always, val_fn, RATE, **options)
     assert [done.failed_seeds for done in result.history] == [2, 2]
     assert result.hypers["learning_rate"].unconstrained == RATE["learning_rate"].unconstrained
 

@@ -182,11 +182,3 @@ def test_norms_are_kept_by_hyperparameter() -> None:
     assert record["hypers"] == {"a": ones, "b/c": 2.0}
     alone = hg.optimize(lambda h, key: h**2, lambda v: v, 1.5, meta_steps=1).history[0]
     assert alone.gradients == {"hypers": 3.0} and alone.record()["hypers"] == {"hypers": 1.5}
-
-
-def test_seeds_that_all_fail_are_told_though_they_are_skipped() -> None:
-    with pytest.warns(
-        UserWarning, match="meta-step 0: no seed gave a finite value, so nothing is learned: .*left the range"
-    ):
-        result = optimized(1e9, meta_steps=2, skip_nonfinite=True, seeds_per_step=2)
-    assert math.isnan(result.best.value)
