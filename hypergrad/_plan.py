@@ -201,8 +201,8 @@ def _seconds(adjoint: Adjoint, run: Run, inputs: Inputs, wanted: Wanted) -> floa
     seconds: list[float] = []
     with own_settings():
         jax.block_until_ready(call())  # allocates, and wakes threads
-        while len(seconds) < LEAST_RUNS or sum(seconds) < LEAST_SECONDS:
-            begin = time.perf_counter()
+        until = time.perf_counter() + LEAST_SECONDS
+        while (begin := time.perf_counter()) < until or len(seconds) < LEAST_RUNS:
             jax.block_until_ready(call())
             seconds.append(time.perf_counter() - begin)
     return float(np.median(seconds)) * run.steps / short.steps

@@ -29,7 +29,8 @@ def check_signal(name: str, given: Any, tree: Any) -> list[Array]:
 
 
 def check_examples(problem: Problem, given: Any, key: Hashable) -> None:
-    """That the loss is a mean over the examples of the first batch, where all is concrete, once for each program.
+    """That the loss is a mean over the examples of the first batch, where all is concrete and in one process, once for each
+    program.
 
     given: all arrays that training is made of. key: what the signals compute.
     """

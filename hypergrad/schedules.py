@@ -142,7 +142,7 @@ def leaves_with_knots(tree: Any) -> Iterator[tuple[Any, Any, str]]:
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_knots):
         made = ""
         if is_knots(node):
-            at = "" if node.positions is None else f" at {', '.join(f'{x:g}' for x in node.positions)}"
+            at = "" if node.positions is None else f" at {', '.join(repr(x) for x in node.positions)}"
             made = f", {node.kind} knots over {node.steps} steps{at}"
         for inner, x in jax.tree_util.tree_leaves_with_path(node):
             yield (*path, *inner), x, made
