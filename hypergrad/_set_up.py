@@ -12,6 +12,7 @@ import numpy as np
 
 from hypergrad import _door as door
 from hypergrad import _programs as programs
+from hypergrad._examples import check_examples
 from hypergrad._meshes import reject_explicit, reject_varying
 from hypergrad._metrics import CALL, measured
 from hypergrad._microbatches import check_loss, spread
@@ -19,7 +20,7 @@ from hypergrad._numbers import check_numbers
 from hypergrad._problem import Problem
 from hypergrad._processes import reject_python, several
 from hypergrad._program_keys import contains
-from hypergrad._signals import check_examples, check_shapes_of_signals
+from hypergrad._signals import check_shapes_of_signals
 from hypergrad._trace import Traced, trace, with_foreign
 from hypergrad.adjoints import Adjoint, Reversible
 from hypergrad.batches import HostBatches, full_batch

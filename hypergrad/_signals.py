@@ -1,21 +1,13 @@
 """What links see beside the gradient, at the door: of the tree of the parameters, in the shapes that the links hold."""
 
-from collections.abc import Hashable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
-from hypergrad import _programs as programs
 from hypergrad._door import outlined, shaped
-from hypergrad._problem import Problem
-from hypergrad._processes import several
-from hypergrad.curvature._means import check_mean
 from hypergrad.optimizers.block import Block
 from hypergrad.optimizers.chain import Link, check_real
-from hypergrad.optimizers.expand import concrete
-from hypergrad.schedules import PerStep, spread
 
 
 def check_signal(name: str, given: Any, tree: Any) -> list[Array]:
@@ -26,21 +18,6 @@ def check_signal(name: str, given: Any, tree: Any) -> list[Array]:
     for x in leaves:
         check_real(f"the signal {name!r} of the optimizer", x)
     return leaves
-
-
-def check_examples(problem: Problem, given: Any, key: Hashable) -> None:
-    """That the loss is a mean over the examples of the first batch, where all is concrete and in one process, once for each
-    program.
-
-    given: all arrays that training is made of. key: what the signals compute.
-    """
-    if several() or not concrete((given, problem.params, jnp.zeros(()))):
-        return
-    is_per_step = lambda x: isinstance(x, PerStep)  # noqa: E731
-    theta = jax.tree.map(lambda x: x.values[0] if is_per_step(x) else x, spread(problem.theta), is_leaf=is_per_step)
-    loss = problem.loss if problem.statistics is None else lambda *a: problem.loss(*a)[0]
-    check = lambda: check_mean(loss, problem.params, theta, problem.batches(jnp.int32(0)), [])  # noqa: E731
-    programs.kept((check_examples, key), check)
 
 
 def check_shapes_of_signals(

@@ -39,36 +39,44 @@ class Compared(NamedTuple):
 
 
 def check_mean(loss: Any, params: Any, theta: Any, batch: Any, constants: list[Any]) -> None:
-    """A loss of examples that see each other has no example's gradient. Nothing is said where values are not concrete.
+    """A loss of examples that see each other has no example's gradient. Nothing is said where values are not concrete."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((constants, params, theta, batch))):
+        return
+    told = no_mean(loss, params, theta, batch)
+    if told is not None:
+        raise ValueError(told)
+
+
+def no_mean(loss: Any, params: Any, theta: Any, batch: Any, where: str = "") -> str | None:
+    """What there is to say of a loss that is no mean over the examples of `batch`. where: what is said of the numbers.
 
     Near a minimum, where a loss or its slope is small, rounding alone may make such a difference: one as small as that is
     looked at again with other parameters, where there is none. What rounding makes of a loss of 16 bits is a difference of
     that dtype's.
     """
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((constants, params, theta, batch))):
-        return
     with jax.ensure_compile_time_eval():
         elsewhere = jax.tree.map(lambda x, u: jnp.asarray(x) + u * (1 + jnp.abs(x)) / 2, params, _signs(params))
         found = _values(loss, params, theta, batch)
         if found.differs and found.off <= found.allowed(found.size) + max(1e-6, 8 * found.unit):
             found = _values(loss, elsewhere, theta, batch)
         if found.differs:
-            raise _no_mean("", found)
+            return _told(where, "", found)
         for name in ("params", "theta"):
             slope = _slopes(name, loss, params, theta, batch, found.unit)
             if slope is None or not slope.differs:
                 continue
             far = _slopes(name, loss, elsewhere, theta, batch, found.unit)
             if far is None or far.differs or not slope.off <= far.allowed(far.size):
-                raise _no_mean(f" of its slope in `{name}` along random signs,", slope)
+                return _told(where, f" of its slope in `{name}` along random signs,", slope)
+    return None
 
 
-def _no_mean(what: str, found: Compared) -> ValueError:
-    return ValueError(
-        f"`loss` is no mean over the examples of `batch`:{what} the whole batch gives {found.whole:.7g}, and its examples "
-        f"one at a time {found.apart:.7g} on average. If it takes a sum, divide by the number of examples, also in place of "
-        "a sum of weights or of a mask; give what belongs to one example, as its weight, as a leaf of `batch`; if examples "
-        "see each other, as in batch normalization, hold the batch's statistics fixed."
+def _told(where: str, what: str, found: Compared) -> str:
+    return (
+        f"`loss` is no mean over the examples of `batch`:{where}{what} the whole batch gives {found.whole:.7g}, and its "
+        f"examples one at a time {found.apart:.7g} on average. If it takes a sum, divide by the number of examples, also in "
+        "place of a sum of weights or of a mask; give what belongs to one example, as its weight, as a leaf of `batch`; if "
+        "examples see each other, as in batch normalization, hold the batch's statistics fixed."
     )
 
 

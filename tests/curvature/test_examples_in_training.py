@@ -43,9 +43,9 @@ def mean(w: Any, scale: Any, batch: Any) -> jax.Array:
     return scale * jnp.mean(optax.l2_loss((jnp.tanh(x @ w["a"]) @ w["b"])[:, 0], y))
 
 
-def trained(loss: Any, rule: Any) -> hg.Trained:
-    batches = hg.minibatches(DATA, batch_size=4, key=jax.random.key(0))
-    return hg.train(loss, PARAMS, rule, batches, theta=hg.PerStep(jnp.ones(3)), steps=3)
+def trained(loss: Any, rule: Any, seed: Any = 0, params: Any = PARAMS, data: Any = DATA, scale: Any = 1.0) -> hg.Trained:
+    batches = hg.minibatches(data, batch_size=4, key=jax.random.key(seed))
+    return hg.train(loss, params, rule, batches, theta=hg.PerStep(scale * jnp.ones(3)), steps=3)
 
 
 @some_of(("name", "loss"), [(n, f) for n in RULES for f in (summed, normalized)], ("KFLR", normalized), ("clipped", summed))
@@ -62,3 +62,58 @@ def test_a_mean_trains(name: str) -> None:
 @pytest.mark.parametrize("rule", [hg.Sophia(0.01), long(hg.SGD(0.01))], ids=["Sophia", "SGD"])
 def test_rules_that_see_no_examples_train_by_any_loss(rule: Any) -> None:
     assert np.isfinite(trained(normalized, rule).losses).all()
+
+
+def of_rate(loss: Any, rate: Any) -> Any:
+    return trained(loss, hg.KFLR(rate)).losses
+
+
+def of_seed(loss: Any, seed: Any) -> Any:
+    return trained(loss, RULES["KFLR"], seed=seed.astype(int)).losses
+
+
+def of_params(loss: Any, scale: Any) -> Any:
+    return trained(loss, RULES["KFLR"], params=jax.tree.map(lambda w: scale * w, PARAMS)).losses
+
+
+def of_inputs(loss: Any, scale: Any) -> Any:
+    return trained(loss, RULES["KFLR"], data=(scale * DATA[0], DATA[1])).losses
+
+
+def of_theta(loss: Any, scale: Any) -> Any:
+    return trained(loss, RULES["KFLR"], scale=scale).losses
+
+
+def of_what_is_closed_over(loss: Any, scale: Any) -> Any:
+    return trained(lambda w, _, batch: loss(w, scale, batch), RULES["KFLR"]).losses
+
+
+TRACED: dict[str, Any] = {f.__name__: f for f in (of_rate, of_seed, of_params, of_inputs, of_theta, of_what_is_closed_over)}
+
+
+@some_of(
+    ("name", "loss"), [(n, f) for n in TRACED for f in (summed, normalized)], ("of_rate", summed), ("of_seed", normalized)
+)
+def test_it_is_found_where_values_are_traced(name: str, loss: Any) -> None:
+    with fails(ValueError, "`loss` is no mean over the examples of `batch`: with numbers made up for those that are traced"):
+        jax.make_jaxpr(lambda x: TRACED[name](loss, x))(0.5)
+
+
+@some_of("name", TRACED, "of_what_is_closed_over")
+def test_a_mean_of_traced_values_is_none_to_refuse(name: str) -> None:
+    jax.make_jaxpr(lambda x: TRACED[name](mean, x))(0.5)
+
+
+def test_labels_that_are_traced_are_not_made_up() -> None:
+    params, labels = PARAMS | {"b": np.full((2, 3), 0.5, np.float32)}, np.zeros(12, np.int32)
+
+    def counted(w: Any, _: Any, batch: Any) -> jax.Array:
+        x, y = batch
+        return optax.softmax_cross_entropy_with_integer_labels(jnp.tanh(x @ w["a"]) @ w["b"], y).sum()
+
+    def of_labels(y: Any) -> Any:
+        return trained(counted, RULES["KFLR"], params=params, data=(DATA[0], y)).losses
+
+    jax.make_jaxpr(of_labels)(labels)
+    with fails(ValueError, "`loss` is no mean over the examples of `batch`"):
+        of_labels(labels)
