@@ -56,8 +56,8 @@ class GradientCheck(NamedTuple):
 
 
 _LOST = (
-    "and nearby runs fail, or differ by less than the rounding of their value. Compute in float64 (jax.enable_x64), pass "
-    "another `step`, or start where the hyperparameters matter for the value."
+    "and nearby runs fail, or differ by less than the rounding of their value. Pass another `step` (decays move by 2^-16), "
+    "compute in float64 (jax.enable_x64), or start where the hyperparameters matter for the value."
 )
 
 _CHECK_SENTENCES: dict[str, Callable[[GradientCheck], str]] = {

@@ -75,6 +75,11 @@ class Evaluation:
                 self.noted.add(about)
                 for note in status.notes():
                     warnings.warn(note, stacklevel=4)
+        if failure is None and np.isposinf(float(result.monitor)) and "monitor" not in self.noted:
+            self.noted.add("monitor")
+            warnings.warn(
+                "`monitor_fn` gives NaN or infinity: a meta-step with such a number is never the best.", stacklevel=4
+            )
         return result, failure
 
     def _evaluated(self, learned: Any, fixed: Any, key: Array) -> tuple[Evaluated, HypergradError | None]:
@@ -258,7 +263,7 @@ def objective(train_fn: Any, val_fn: Any, monitor_fn: Any = None) -> Callable[[A
 
 def _not_finite(value: float, grads: Any) -> str:
     if not np.isfinite(value):
-        return f"the validation value is {value}, though training itself was fine: look at `val_fn`."
+        return f"the validation value is {value}, though all training inside was fine: look at `train_fn` and `val_fn`."
     bad = [path for path, g in jax.tree_util.tree_leaves_with_path(grads) if not jnp.all(jnp.isfinite(g))]
     of = f" of hypers{hyper_path(bad[0])}" if bad else ""
     return (

@@ -114,7 +114,7 @@ def kernel_by_kernel(t: Array, held: Any) -> Array:
     XLA:CPU compiles a small loop as a single function of LLVM, branches and all, which contracts across them: with up to
     eight weights, losses of sines did not come back. It cannot compile a sort so.
     """
-    small = sum(x.nbytes for x in jax.tree.leaves(held)) < SMALL_LOOP
+    small = sum(jnp.size(x) * jnp.result_type(x).itemsize for x in jax.tree.leaves(held)) < SMALL_LOOP
     return jax.lax.sort(jnp.stack([t, t + 1]))[0] if small else t
 
 

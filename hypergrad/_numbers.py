@@ -27,6 +27,8 @@ def check_number(where: str, x: Any, dtype: Any = None) -> None:
     if np.ma.is_masked(x):
         raise TypeError(f"{where} has masked entries: fill them, or pass the mask as an array of its own.")
     x = np.asarray(x)
+    if x.dtype.kind == "O":
+        raise TypeError(f"{where} is an array of Python objects: make it one of numbers, as by x.astype(float).")
     if x.dtype.kind not in "iu":
         return
     dtype = jax.dtypes.canonicalize_dtype(x.dtype) if dtype is None else dtype
@@ -34,3 +36,9 @@ def check_number(where: str, x: Any, dtype: Any = None) -> None:
         raise ValueError(
             f"{where} has integers beyond {dtype}, as which JAX reads them: pass some that fit, or set jax_enable_x64."
         )
+
+
+def check_finite(where: str, x: Any) -> None:
+    at_hand = not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+    if at_hand and not np.isfinite(np.asarray(x, float)).all():
+        raise ValueError(f"{where} is not finite: give it a number to begin with.")

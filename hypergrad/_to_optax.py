@@ -17,6 +17,7 @@ from hypergrad._integers import as_int
 from hypergrad.hypers import describe, natural
 from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import PARAMS, Link, Optimizer, early
+from hypergrad.optimizers.decoupled import LOST
 from hypergrad.optimizers.expand import Hypers
 from hypergrad.optimizers.gradient_link import WithGradientLink
 from hypergrad.optimizers.initial import final_state
@@ -137,7 +138,7 @@ def _move(block: Block, h: Hypers, z: Floats) -> Array:
     """Of the parameters."""
     params = block.chain[-1]
     move = jnp.zeros_like(z[PARAMS]) if params.increment is None else block.increment(params, h, _read(z, PARAMS), None)
-    return (h[params.decay] - 1) * z[PARAMS] + move if params.decay else move
+    return move - h.get(LOST, 1 - h[params.decay]) * z[PARAMS] if params.decay else move
 
 
 def _read(z: Floats, name: str) -> Floats:

@@ -18,7 +18,7 @@ from jax import Array
 
 from hypergrad._bounds import at_least
 from hypergrad._hyper_names import hyper_path
-from hypergrad._numbers import check_numbers
+from hypergrad._numbers import check_finite, check_numbers
 from hypergrad._processes import divided, whole
 from hypergrad._shown import shown
 from hypergrad.batches import check_key
@@ -184,6 +184,7 @@ def check_hypers(hypers: Any) -> Any:
                 f"hypers{hyper_path(path)} is {describe(leaf)}; a hyperparameter is a float. "
                 "Write 1.0 for 1, or wrap what is not learned in hg.fixed(...)."
             )
+        check_finite(f"hypers{hyper_path(path)}", leaf)
         return _as_float(leaf)
 
     return eqx.combine(jax.tree_util.tree_map_with_path(convert, learned), fixed_)
@@ -295,6 +296,5 @@ def _is_known_scalar(x: Any) -> bool:
 
 
 def _as_float(x: Any) -> Array:
-    x = jnp.asarray(x)
-    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.result_type(float)
+    dtype = jnp.result_type(x if jnp.issubdtype(jnp.result_type(x), jnp.floating) else float)
     return jnp.array(x, dtype)  # an explicit dtype is never weak: updates keep it, so that nothing compiles twice

@@ -220,6 +220,7 @@ def test_what_is_an_array_to_numpy_is_data():
 
 
 MASKED = np.ma.masked_array(np.float32([1.0, 9.0]), [0, 1])
+OBJECTS = np.array([1.0, 2.0], object)
 BIG = np.array(2**33 + 5)
 
 
@@ -244,6 +245,8 @@ def trained(params=1.0, rate=0.1, theta=None, batches=None):
         (lambda: hg.unit_interval(MASKED / 10), "hg.unit_interval has masked entries"),
         (lambda: hg.knots(MASKED, 3), "hg.knots has masked entries"),
         (lambda: hg.hypergradient(lambda h, key: h, jnp.sum, MASKED), "hypers has masked entries"),
+        (lambda: hg.hypergradient(lambda h, key: h, jnp.sum, OBJECTS), "hypers is an array of Python objects"),
+        (lambda: trained(params=OBJECTS), "params is an array of Python objects"),
     ],
 )
 def test_what_jax_would_read_otherwise_is_told_wherever_it_comes_in(given, text):

@@ -45,7 +45,11 @@ def test_momentum_that_rounds_to_an_end_says_so():
 
 @pytest.mark.parametrize(
     ("rate", "why"),
-    [(3.0, "got -0.5. With 0 a step forgets"), (-1.0, "got 1.5. Above 1 all grows"), (float("nan"), "It is NaN")],
+    [
+        (3.0, "got -0.5 at step 0. With 0 a step forgets"),
+        (-1.0, "got 1.5 at step 0. Above 1 all grows"),
+        (np.nan, "It is NaN"),
+    ],
 )
 def test_a_decay_made_of_two_hyperparameters_is_named_by_both(rate, why):
     where = "`1 - learning_rate * weight_decay for params['w']` must be in (0, 1]"

@@ -272,7 +272,8 @@ def test_what_a_diverging_seed_has_does_not_hide_what_others_need() -> None:
 def test_a_monitor_that_is_nan_is_no_value() -> None:
     """Else the step would be judged by another number than the others."""
     monitor = lambda h: jnp.where(h < 0.9, jnp.nan, 5 + h)  # noqa: E731
-    result = hg.optimize(
-        lambda h, key: h, lambda h: h**2, 1.0, monitor_fn=monitor, meta_steps=4, meta_optimizer=optax.sgd(0.1)
-    )
+    with pytest.warns(UserWarning, match="`monitor_fn` gives NaN or infinity: a meta-step with such a number is never"):
+        result = hg.optimize(
+            lambda h, key: h, lambda h: h**2, 1.0, monitor_fn=monitor, meta_steps=4, meta_optimizer=optax.sgd(0.1)
+        )
     assert result.best.step == 0 and result.history[-1].judged == math.inf

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hypergrad import _programs as programs
 from hypergrad._settings import own_settings
 from hypergrad.run.spec import Run
 
@@ -46,10 +47,13 @@ def batched_apart(function: Callable[..., Any], forward: bool) -> Callable[..., 
         if run.functions.collective or run.collective:
             # JAX has no batching rule of one's own around a named axis.
             return function(run.isolated(), static, *args)
-        call = jax.custom_batching.custom_vmap(lambda *a: function(run, static, *a))
+        # A branch of a batched `jax.lax.cond` makes arrays that are closed over batched, which JAX's rule does not take.
+        program, constants = programs.trace(lambda *a: function(run, static, *a), *args)
+        call = jax.custom_batching.custom_vmap(lambda constants, *a: program(constants, *a))
 
         @call.def_vmap
-        def batched(size: int, axes: Any, *a: Any) -> Any:
+        def batched(size: int, flags: Any, _: Any, *a: Any) -> Any:
+            axes = flags[1:]
             a, axes = _with_all_values(size, axes, a) if forward else (a, axes)
             axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, axes)
             with own_settings():  # the rule may be called long after the context of the call is gone
@@ -57,7 +61,7 @@ def batched_apart(function: Callable[..., Any], forward: bool) -> Callable[..., 
                 out = jax.vmap(apart, in_axes=axes, axis_size=size)(*a)
             return out, jax.tree.map(lambda _: True, out)
 
-        return call(*args)
+        return call(constants, *args)
 
     return wrapped
 

@@ -25,6 +25,7 @@ from hypergrad.exact.ratio import FINE_DENOMINATOR as FINE_DENOMINATOR
 from hypergrad.exact.ratio import MOMENTUM_DENOMINATOR as MOMENTUM_DENOMINATOR
 from hypergrad.exact.ratio import SMALLEST_RATIO as SMALLEST_RATIO
 from hypergrad.exact.ratio import divide as divide
+from hypergrad.exact.ratio import kept_on_average as kept_on_average
 from hypergrad.exact.ratio import known_numerator as known_numerator
 from hypergrad.exact.ratio import nearest as nearest
 from hypergrad.exact.ratio import numerator as numerator

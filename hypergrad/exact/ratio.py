@@ -39,6 +39,23 @@ def to_ratio(rho: Array, denominator: int, may_be_one: bool = False) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames="denominator")
+def kept_on_average(lost: Array, denominator: int) -> Array:
+    """1 - lost as n/d, where what rounding leaves of a step goes to the next: sums over steps are off by half of 1/d,
+    however little is lost at each; d(n/d)/d(lost) = -1. What no n stands for stays 1 - lost, as in `to_ratio`.
+
+    float [steps, ...] -> the same, exact. Fractions are added up in 32 bits, without JAX's 64: a sum that overflows is less
+    than what was added.
+    """
+    quanta = lost * denominator
+    whole = jnp.floor(quanta)
+    fraction = ((quanta - whole) * 2.0**32).astype(jnp.uint32)
+    sums = jnp.uint32(2**31) + jnp.cumsum(fraction, axis=0, dtype=jnp.uint32)
+    n = denominator - whole - (sums < fraction)
+    representable = (lost >= 0) & (n >= smallest_numerator(denominator))
+    return substitute(1 - lost, jnp.where(representable, n / denominator, 1 - lost))
+
+
+@functools.partial(jax.jit, static_argnames="denominator")
 def numerator(ratio: Array, denominator: int) -> Array:
     """n of an n/d that `to_ratio` made: float [...] -> int64 [...]. Out of range is clipped, and reported by
     the caller, so that division stays defined."""

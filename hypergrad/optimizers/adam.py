@@ -68,7 +68,9 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """`Adam` with decaying parameters, w <- (1 - a weight_decay) w - a (m / c1) / (sqrt(s / c2) + eps), as `optax.adamw`.
 
-    1 - a weight_decay is rounded to a multiple of 2^-24 in (0, 1]: a product of 1e-6 to within 3%, of 1e-4 to 0.03%.
+    1 - a weight_decay is a multiple of 2^-24 in (0, 1] at each step, and over many what it stands for: what rounding leaves
+    is kept for the next. Only where each weight has a decay of its own it is rounded to the nearest at every step, so that a
+    product of 1e-6 is met to within 3%, and one below 3e-8 is none.
     """
 
     weight_decay: Any = 1e-4
@@ -78,7 +80,7 @@ class AdamW(Adam):
     by_step = True
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
-        return {**super().prepare(h, steps), **decay_of(h)}
+        return {**super().prepare(h, steps), **decay_of(h, steps)}
 
 
 def root(x: Array) -> Array:

@@ -43,7 +43,7 @@ class ADOPT(Optimizer):
         first = {"b1": jnp.where(t == 0, 1, h["b1"]), "b2": jnp.where(t == 0, 2.0**-16, h["b2"])}
         first["fresh"] = jnp.where(t == 0, 1, 1 - h["b2"])
         later = {"later b1": h["b1"], "later b2": h["b2"], "later largest": jnp.sqrt(jnp.sqrt(t + 1))}
-        return {**h, **first, **later, **decay_of(h), "largest": jnp.sqrt(jnp.sqrt(t))}
+        return {**h, **first, **later, **decay_of(h, steps), "largest": jnp.sqrt(jnp.sqrt(t))}
 
     def begin(self, h: dict[str, Array], z: dict[str, Array]) -> dict[str, Array]:
         del z

@@ -61,4 +61,4 @@ class Lion(Optimizer):
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
         left = 1 / 4 if self.temperature is None else 1 / 16
-        return {**h, **decay_of(h), _LEAK: jnp.full((1,), left, h["learning_rate"].dtype)}
+        return {**h, **decay_of(h, steps), _LEAK: jnp.full((1,), left, h["learning_rate"].dtype)}

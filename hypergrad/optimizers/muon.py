@@ -92,7 +92,7 @@ class Muon(Optimizer):
         return _muon(self._form)
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
-        return {**h, **decay_of(h), **(forgotten(h, self.bits) if self.nesterov else {})}
+        return {**h, **decay_of(h, steps), **(forgotten(h, self.bits) if self.nesterov else {})}
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from hypergrad.exact import FINE_DENOMINATOR
 from hypergrad.hypers import natural
 from hypergrad.optimizers.adam import SQUARE, bias_correction, root
 from hypergrad.optimizers.chain import PARAMS, Link, View
+from hypergrad.optimizers.decoupled import kept
 from hypergrad.optimizers.expand import broadcast_prefix, concrete
 from hypergrad.optimizers.gradient_link import GradientLinked
 from hypergrad.schedules import PerStep, spread
@@ -76,10 +77,11 @@ class ScheduleFreeAdamW(GradientLinked):
         weight = (largest / jnp.where(unit > 0, unit, 1)) ** h["weight_lr_power"]
         total = jnp.cumsum(weight, axis=0)
         share = jnp.minimum(jnp.where(total > 0, weight / jnp.where(total > 0, total, 1), 0), 1 - 2.0**-15)
-        kept = (1 - share) * (1 - (1 - h["b1"]) * h["learning_rate"] * h["weight_decay"])
+        decay = (1 - h["b1"]) * h["learning_rate"] * h["weight_decay"]
+        lost = share + decay - share * decay
         c2 = bias_correction(h["b2"], h.get("square_weight"), steps)
         given = {key: value for key, value in h.items() if key not in self.weights}
-        return {**super().prepare(given, steps), "share": share, _KEPT: kept, "unbias_square": 1 / c2}
+        return {**super().prepare(given, steps), "share": share, _KEPT: kept(lost, steps), "unbias_square": 1 / c2}
 
     def averaged(self, params: Any, state: dict[str, Any]) -> Any:
         """x = (y - (1 - b1) z) / b1, where the model is evaluated. params, state: as `hg.train` returns them; leaves that

@@ -92,7 +92,7 @@ class Shampoo(Optimizer):
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
         check_of_leaves(self, h, ("b2", "exponent", "ridge", "eps"))
-        new = {key: value for key, value in h.items() if key not in self.weights} | decay_of(h)
+        new = {key: value for key, value in h.items() if key not in self.weights} | decay_of(h, steps)
         if self.b2 is not None:
             new["unbias"] = 1 / bias_correction(h["b2"], h.get("factors_weight"), steps)
         return new | schedule(h, self.every, steps) if self.every > 1 else new

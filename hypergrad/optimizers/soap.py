@@ -56,7 +56,7 @@ class SOAP(Optimizer):
         c1, c2 = (bias_correction(h[decay], h.get(name), steps) for name, decay in self.weights.items())
         given = {key: value for key, value in h.items() if key not in self.weights}
         unbias = {"unbias_mean": 1 / c1, "unbias_square": 1 / c2}
-        return {**given, **unbias, **schedule(h, self.every, steps, first=1), **decay_of(h)}
+        return {**given, **unbias, **schedule(h, self.every, steps, first=1), **decay_of(h, steps)}
 
 
 class _Form(NamedTuple):

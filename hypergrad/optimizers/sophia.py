@@ -68,7 +68,7 @@ class Sophia(Optimizer):
     chain = _chain(_HUTCHINSON)
 
     def prepare(self, h: dict[str, Array], steps: int) -> dict[str, Array]:
-        return {**h, **decay_of(h)}
+        return {**h, **decay_of(h, steps)}
 
 
 class SophiaG(Sophia):

@@ -105,7 +105,7 @@ def _derivatives(trial: FrozenTrial, numbers: dict[str, Any], space: Space) -> n
         leaves = jax.tree.leaves(given)
         if len(leaves) != 1 or np.shape(leaves[0]) != ():
             shapes = ", ".join(str(np.shape(x)) for x in leaves)
-            raise _Unusable(f"{name!r} is one number, its derivative of shape {shapes or 'nothing'}.")
+            raise _Unusable(f"{name!r} is one number, its derivative {f'of shape {shapes}' if leaves else 'None'}.")
         x, derivative = trial.params[name], _as_real(name, leaves[0])
         if is_domain(given):
             if (slope := _domain_slope(given, x)) < 0:

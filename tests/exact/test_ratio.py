@@ -13,6 +13,7 @@ from hypergrad.exact import (
     FINE_DENOMINATOR,
     MOMENTUM_DENOMINATOR,
     divide,
+    kept_on_average,
     known_numerator,
     numerator,
     smallest_numerator,
@@ -76,3 +77,32 @@ def test_a_numerator_known_beforehand_is_that_of_the_program(dtype, rho):
     for d in DENOMINATORS:
         program = numerator(to_ratio(jnp.asarray(rho, dtype), d, may_be_one=True), d)
         np.testing.assert_array_equal(known_numerator(rho.astype(dtype), d), program)
+
+
+LITTLE = (
+    st.floats(0, 1e-9) | st.floats(0, 1e-6) | st.floats(0, 0.9) | st.sampled_from([0.0, 2.0**-24, 2.0**-25, 1.5 * 2.0**-24])
+)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@hypothesis.given(lost=hnp.arrays(np.float64, (40, 2), elements=LITTLE), alike=st.booleans())
+@hypothesis.settings(max_examples=60)
+def test_what_is_lost_on_average_adds_up_to_what_it_stands_for(dtype, lost, alike):
+    given = np.broadcast_to(lost[:1], lost.shape).astype(dtype) if alike else lost.astype(dtype)
+    n = np.asarray(kept_on_average(jnp.asarray(given), 2**24), np.float64) * 2**24
+    assert (n == np.round(n)).all() and (n >= 0).all() and (n <= 2**24).all()
+    off = np.cumsum(2**24 - n, axis=0) - np.cumsum(given.astype(np.float64) * 2**24, axis=0)
+    assert np.abs(off).max() <= 0.5 + 1e-6
+    assert np.abs(2**24 - n - given * 2.0**24).max() <= 1
+
+
+def test_what_is_lost_on_average_has_the_slope_of_what_it_stands_for():
+    slopes = jax.jacobian(lambda lost: kept_on_average(lost * jnp.ones(5), 2**24))(jnp.float32(1e-8))
+    np.testing.assert_array_equal(slopes, -1)
+
+
+@pytest.mark.parametrize("lost", [-1e-3, 1.0, 1.5, np.nan])
+def test_what_no_ratio_stands_for_stays_as_it_is(lost):
+    """So that it can be reported; what comes before does not see it."""
+    kept = np.asarray(kept_on_average(jnp.asarray([1e-8, lost, 1e-8], jnp.float32), 2**24))
+    np.testing.assert_array_equal(kept, np.asarray([1, 1 - np.float32(lost), kept[2]], np.float32))
