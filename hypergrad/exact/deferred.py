@@ -60,7 +60,8 @@ class Deferred(Buffer):
     """Decays that fall on a scale, and reach the integers once they have come to 16 bits: for those that a leaf shares.
 
     The integers z are multiplied by 1/2^16 then, which is Algorithm 7 with n = 1: its lines 5 to 7 change nothing, and the
-    digit that it keeps is a whole word. So the digits are the stack alone, and most steps touch neither.
+    digit that it keeps is a whole word. So the digits are the stack alone, and most steps touch neither. z is rounded to the
+    nearest, and the word the rest, of either sign.
 
         fallen = scale n / d
         if fallen < 1: a word leaves, scale <- 2^16 fallen; else scale <- fallen
@@ -83,8 +84,8 @@ class Deferred(Buffer):
     def multiply_by(
         self, digits: Words, value: Fixed, n: Any, denominator: int, entry: DeferredEntry
     ) -> tuple[Words, Fixed]:
-        """By the scale, and once that has fallen far enough: i = i 2^16 + z mod 2^16, z = z div 2^16."""
-        z, word = value.split(WORD_BITS)
+        """By the scale, and once that has fallen far enough: z = q 2^16 + r, i = i 2^16 + r mod 2^16, z = q."""
+        z, word = value.split_nearest(WORD_BITS)
         digits = _put(digits, word.astype(jnp.uint16), entry)
         z = z.where(entry.spills, value)._replace(scale=entry.after)
         if digits.stack is not None and digits.stack.shape[0]:
@@ -92,8 +93,9 @@ class Deferred(Buffer):
         return digits, z
 
     def divide_by(self, digits: Words, value: Fixed, n: Any, denominator: int, entry: DeferredEntry) -> tuple[Words, Fixed]:
-        """The inverse of `multiply_by`: z = z 2^16 + i mod 2^16, i = i div 2^16."""
-        z = value.join(_top(digits, entry).astype(jnp.int64), WORD_BITS)
+        """The inverse of `multiply_by`: q = z, z = q 2^16 + r, i = i div 2^16."""
+        word = _top(digits, entry)
+        z = value.join((word if value.low is not None else word.astype(jnp.int16)).astype(jnp.int64), WORD_BITS)
         z = z.where(entry.spills, value)._replace(scale=entry.before)
         return digits, z if z.low is None else z._replace(low=_after(entry, z.low, z.high))
 

@@ -161,10 +161,18 @@ class Fixed(NamedTuple):
         return self._replace(high=high, low=carried | (self.low >> k)), self.low & (2**k - 1)
 
     def join(self, digit: Array, k: int) -> "Fixed":
-        """self 2^k + digit, 0 <= digit < 2^k: the inverse of `split`."""
+        """self 2^k + digit, 0 <= digit < 2^k: the inverse of `split`; and of `split_nearest`, of what that gave."""
         if self.low is None:
-            return self._replace(high=(self.high << k) | digit)
+            return self._replace(high=(self.high << k) + digit)
         return self._carried(self.high << k, (self.low << k) | digit)
+
+    def split_nearest(self, k: int) -> tuple["Fixed", Array]:
+        """(q, r) with self = q 2^k + r and -2^(k-1) <= r < 2^(k-1): by `split` what falls to nothing would stop at -1.
+
+        Of two limbs `split`, since a quantum of the low one is nothing to anybody.
+        """
+        quotient, digit = (self if self.low is not None else self._replace(high=self.high + 2 ** (k - 1))).split(k)
+        return quotient, digit if self.low is not None else digit - 2 ** (k - 1)
 
     def times(self, n: Array, digit: Array) -> "Fixed":
         """self n + digit, 0 <= digit < n."""

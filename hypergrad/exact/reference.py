@@ -31,7 +31,8 @@ class Digits:
 
 @dataclasses.dataclass(frozen=True)
 class Reference(Buffer):
-    """In place of `HeadsAndWords`, or of `Deferred`: then by 1/2^16, at the steps where the device gives up a word."""
+    """In place of `HeadsAndWords`, or of `Deferred`: then by 1/2^16, at the steps where the device gives up a word, and
+    rounded to the nearest: its first digit, v mod d, counts from half of d below 0, in the value but not in i."""
 
     deferred: bool = False
 
@@ -41,8 +42,9 @@ class Reference(Buffer):
 
     def multiply_by(self, digits: Digits, value: Fixed, n: Any, denominator: int, entry: Any) -> tuple[Digits, Fixed]:
         i, v, (n, d) = digits.i, _big(value), self._ratio(n, denominator, entry)
+        half = self._half(value, d)
         i = i * d + v % d  # l. 2-3
-        v = v // d  # l. 4
+        v = (v + half) // d  # l. 4
         v = v * n + i % n  # l. 5-6
         i = i // n  # l. 7
         return Digits(np.asarray(i, object)), _limbs(v, value, entry.after if self.deferred else None)
@@ -50,9 +52,10 @@ class Reference(Buffer):
     def divide_by(self, digits: Digits, value: Fixed, n: Any, denominator: int, entry: Any) -> tuple[Digits, Fixed]:
         """The inverse of `multiply_by`: the same lines with n and d swapped."""
         i, v, (n, d) = digits.i, _big(value), self._ratio(n, denominator, entry)
+        half = self._half(value, d)
         i = i * n + v % n
         v = v // n
-        v = v * d + i % d
+        v = v * d + (i + half) % d - half
         i = i // d
         return Digits(np.asarray(i, object)), _limbs(v, value, entry.before if self.deferred else None)
 
@@ -60,6 +63,9 @@ class Reference(Buffer):
         if not self.deferred:
             return _objects(n), denominator
         return _objects(1), 2**WORD_BITS if entry.spills else 1  # by 1/1 nothing changes
+
+    def _half(self, value: Fixed, d: int) -> int:
+        return d // 2 if self.deferred and value.low is None else 0
 
     def capacity(self, digits: Digits) -> None:
         return None
