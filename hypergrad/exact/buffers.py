@@ -62,6 +62,10 @@ class Buffer(abc.ABC):
         """The inverse of `multiply_by`."""
 
     @abc.abstractmethod
+    def replaced(self, denominator: int) -> int:
+        """How many of its last bits a value has others of after a decay."""
+
+    @abc.abstractmethod
     def without_words(self, digits: Any) -> Any:
         """Without the stack: for steps that nobody reverses from their end."""
 

@@ -75,6 +75,9 @@ class Deferred(Buffer):
     def capacity(self, digits: Words) -> int | None:
         return None if digits.stack is None else digits.stack.shape[0]
 
+    def replaced(self, denominator: int) -> int:
+        return WORD_BITS  # at the full scale
+
     def without_words(self, digits: Words) -> Words:
         return Words(None)
 

@@ -55,6 +55,9 @@ class HeadsAndWords(Buffer):
     def capacity(self, digits: Heads) -> int | None:
         return None if digits.stack is None else digits.stack.shape[0] - 1
 
+    def replaced(self, denominator: int) -> int:
+        return denominator.bit_length() - 1
+
     def without_words(self, digits: Heads) -> Heads:
         return digits._replace(stack=None)
 

@@ -70,6 +70,9 @@ class Reference(Buffer):
     def capacity(self, digits: Digits) -> None:
         return None
 
+    def replaced(self, denominator: int) -> int:
+        return self._device.replaced(denominator)
+
     def without_words(self, digits: Digits) -> Digits:
         return digits
 

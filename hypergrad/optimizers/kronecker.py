@@ -182,8 +182,7 @@ def _chain(form: Form) -> tuple[Link, ...]:
     factors = lambda h, z, g: (1 - h.decay) * g  # noqa: E731
     links = [Link("factors", factors, decay="decay", start=form.start, wide=True, signal=form.signal)]
     if form.every > 1:
-        identity = lambda leaf: form.tiles(leaf.shape).identity(leaf.dtype)  # noqa: E731
         inverses = lambda h, z, g: form.inverses(h, z.factors, form.tiles(g.shape))  # noqa: E731
-        links.append(held_link("inverses", inverses, form.every, identity, wide=True))
+        links.append(held_link("inverses", inverses, form.every, form.start, wide=True))
     links.append(Link("velocity", form.velocity, decay="momentum"))
     return (*links, Link("params", lambda h, z: h.learning_rate * z.velocity))

@@ -169,9 +169,9 @@ def _chain(form: _Form) -> tuple[Link, ...]:
     decay = "b2" if form.averages else None
     links = [Link("factors", form.factors, decay=decay, start=form.start, wide=True)]
     if form.every > 1:
-        identity = lambda leaf: form.tiles(leaf).identity(leaf.dtype)  # noqa: E731
+        nothing = lambda leaf: jnp.zeros_like(form.tiles(leaf).identity(leaf.dtype))  # noqa: E731
         roots = lambda h, z, g: form.roots_of(h, z.factors, form.tiles(g))  # noqa: E731
-        links.append(held_link("roots", roots, form.every, identity, wide=True))
+        links.append(held_link("roots", roots, form.every, nothing, wide=True))
     if form.graft in ("adagrad", "rmsprop", "adam"):
         decay = None if form.graft == "adagrad" else "b2"
         links.append(Link("square", form.square, decay=decay, wide=True))

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad._isolation import behind_branch, unseen
-from hypergrad.exact import LOW_BITS, WORD_BITS
+from hypergrad.exact import LOW_BITS
 from hypergrad.optimizers.block import Block, Floats
 from hypergrad.optimizers.chain import GRADIENT, PARAMS, Link
 from hypergrad.optimizers.expand import Hypers
@@ -79,4 +79,5 @@ def largest(leaves: list[Array]) -> Array:
 
 def quantum(block: Block, link: Link) -> float:
     """What values of a link are rounded to at worst."""
-    return 2.0 ** ((WORD_BITS if link.decay else 0) - (LOW_BITS if link.wide else 0) - block.bits(link))
+    replaced = block.buffer(link).replaced(link.denominator) if link.decay else 0
+    return 2.0 ** (replaced - (LOW_BITS if link.wide else 0) - block.bits(link))

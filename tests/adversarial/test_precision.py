@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from covering import every_value, some_of
 from tiny import fails
@@ -22,6 +23,7 @@ Y = jnp.sin(3 * X)
 RNG = np.random.default_rng(0)
 WEIGHTS = {"a": RNG.normal(size=8).astype(np.float32), "b": (0.3 * RNG.normal(size=8)).astype(np.float32)}
 FULL = hg.full_batch(np.zeros(1, np.float32))
+ON_GRID = lambda decay: round(decay * 2**16) / 2**16  # noqa: E731
 
 
 def net(w: Any, x: Any) -> Any:
@@ -227,3 +229,32 @@ def test_a_rule_in_float16_that_is_not_linear_in_its_cotangent(size: float) -> N
 
     ours, unrolled = (jax.jit(jax.grad(lambda t, a=a: value(t, a)))(0.4) for a in (hg.Reversible(), hg.Unrolled()))
     np.testing.assert_allclose(ours, unrolled, rtol=1e-3)
+
+
+RESTING: dict[str, Any] = {
+    "Adam b2=0.95": (hg.Adam(1e-3, b2=0.95), optax.adam(1e-3, ON_GRID(0.9), ON_GRID(0.95))),
+    "Adam b2=0.99": (hg.Adam(1e-3, b2=0.99), optax.adam(1e-3, ON_GRID(0.9), ON_GRID(0.99))),
+    "HeavyBall": (hg.HeavyBall(1e-3, 0.9), optax.sgd(1e-3, ON_GRID(0.9))),
+}
+
+
+@some_of("name", RESTING, "Adam b2=0.95")
+@pytest.mark.parametrize("x64", [False, True])
+def test_a_weight_whose_gradients_have_ended_rests(name: str, x64: bool) -> None:
+    """Rounded down at every word, a mean stays at -1 quantum, and what is divided by its own size moves on for ever."""
+    ours, theirs = RESTING[name]
+    steps, w = 2000, np.ones(4)
+    first = np.zeros((steps, 4))
+    first[0] = [1e-2, -1e-2, 3e-3, -3e-3]
+
+    def step(carry: Any, g: Any) -> Any:
+        w, state = carry
+        update, state = theirs.update(g, state, w)
+        return (w + update, state), None
+
+    with jax.enable_x64(True):
+        (expected, _), _ = jax.lax.scan(step, (jnp.asarray(w), theirs.init(jnp.asarray(w))), jnp.asarray(first))
+    with jax.enable_x64(x64):
+        dtype = np.float64 if x64 else np.float32
+        found = hg.train(lambda w, _, g: jnp.sum(w * g), w.astype(dtype), ours, hg.stacked(first.astype(dtype)), steps=steps)
+        np.testing.assert_allclose(np.asarray(found.params, float) - 1, np.asarray(expected) - 1, rtol=1e-3, atol=1e-7)

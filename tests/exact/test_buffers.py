@@ -225,7 +225,8 @@ EDGES = [0, -1, 1, 2**16 - 1, 2**16, -(2**16) - 1, 2**45, 2**46 - 2**30, 2**30 -
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=60)
 def test_deferred_values_are_the_exact_product_to_a_quantum(d, wide, data):
-    """In rational numbers. Each word that leaves takes less than a quantum of the full scale; scales are floats."""
+    """In rational numbers. Each word that leaves takes half a quantum of the full scale, of two limbs one; scales are
+    floats."""
     n = data.draw(tables(numerators(d), STEPS))[:, 0]
     start = fixed(EDGES, wide)
     end = multiplied(DEFERRED.hold(start), d, n)
@@ -234,7 +235,8 @@ def test_deferred_values_are_the_exact_product_to_a_quantum(d, wide, data):
         exact *= Fraction(k, d)
     for z, first in zip(integers(end), integers(start), strict=True):
         error = abs(z * scale - first * exact)
-        assert error <= 2 * int(FULL_SCALE) + abs(first * exact) * STEPS * Fraction(1, 2**52)
+        rounded = Fraction(2 if wide else 0.51) * int(FULL_SCALE)
+        assert error <= rounded + abs(first * exact) * STEPS * Fraction(1, 2**52)
 
 
 @jax.jit
@@ -245,6 +247,13 @@ def _multiplied(value: Fixed, entries: Any) -> Fixed:
 
 def multiplied(value: Fixed, d: int, n: np.ndarray) -> Fixed:
     return _multiplied(value, DEFERRED.schedule(jnp.asarray(n), d).entries)
+
+
+def test_what_falls_to_nothing_ends_at_zero():
+    """From both sides: rounded down it would stop at -1."""
+    n = np.full(6, 1)
+    end = multiplied(DEFERRED.hold(fixed([-1, 1, -(2**15), 2**15 - 1, -(2**46), 2**46, -3 * 2**15, 0], False)), 2**16, n)
+    assert integers(end) == [0] * 8
 
 
 @pytest.mark.parametrize("buffer", [HEADS, DEFERRED], ids=["heads", "deferred"])
