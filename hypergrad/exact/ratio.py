@@ -50,7 +50,7 @@ def kept_on_average(lost: Array, denominator: int) -> Array:
     whole = jnp.floor(quanta)
     fraction = ((quanta - whole) * 2.0**32).astype(jnp.uint32)
     sums = jnp.uint32(2**31) + jnp.cumsum(fraction, axis=0, dtype=jnp.uint32)
-    n = denominator - whole - (sums < fraction)
+    n = denominator - whole - (sums < fraction).astype(lost.dtype)
     representable = (lost >= 0) & (n >= smallest_numerator(denominator))
     return substitute(1 - lost, jnp.where(representable, n / denominator, 1 - lost))
 
