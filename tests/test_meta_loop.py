@@ -94,6 +94,7 @@ def test_where_every_seed_diverged_the_hypers_stay() -> None:
     assert result.hypers["learning_rate"].unconstrained == RATE["learning_rate"].unconstrained
 
 
+@pytest.mark.long
 def test_a_jitted_train_fn_reports_to_the_loop_that_runs_it() -> None:
     jitted = jax.jit(trainer(8))
     for _ in range(2):

@@ -133,6 +133,7 @@ def test_what_is_no_step(step: Any, tmp_path: pathlib.Path) -> None:
             ask(step)
 
 
+@pytest.mark.long
 def test_a_rule_that_loses_nothing_has_no_words(tmp_path: pathlib.Path) -> None:
     class Leapfrog(Optimizer):
         rate: Any

@@ -62,6 +62,7 @@ def test_a_state_by_leaf_is_laid_out_again_bit_for_bit(tmp_path: pathlib.Path) -
         jax.tree.map(np.testing.assert_array_equal, laid_out(record._run, by_leaf(record._run, state)), state)
 
 
+@pytest.mark.long
 def test_decays_of_the_past_are_compared_link_by_link(tmp_path: pathlib.Path) -> None:
     """Of a, b and c, two are alike when recorded and two when resumed, and they are not the same two."""
     past = dict.fromkeys(PARAMS, 0.5) | {"c": 0.25}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import long
 from jax.extend.core import Jaxpr
 
 import hypergrad as hg
@@ -40,7 +41,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"isolate": False}, {"memory_budget": "1KiB"}], ids=str)
+@pytest.mark.parametrize("options", [{}, long({"isolate": False}), {"memory_budget": "1KiB"}], ids=str)
 @pytest.mark.parametrize("name", RULES)
 def test_what_is_undone_is_not_batched(name: str, options: dict[str, Any]) -> None:
     pull = jax.vjp(lambda rule, theta: results(rule, theta, hg.Reversible(**options)), RULES[name], jnp.float32(0.1))[1]

@@ -65,6 +65,7 @@ def test_bytes_are_those_of_the_program_that_then_runs(rule, road):
     np.testing.assert_allclose(plan.roads[0].device, used, rtol=0.1)
 
 
+@pytest.mark.long
 def test_words_on_the_host_are_those_of_the_schedule():
     road = planned(DENSE, hg.SGD(0.1, 0.5), adjoint=hg.Reversible(buffer="host")).roads[0]
     size = sum(x.size for x in jax.tree.leaves(DENSE.params()))

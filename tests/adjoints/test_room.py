@@ -54,6 +54,7 @@ def needed(rho: float) -> int:
     return math.floor(STEPS * math.log2(1 / rho) / WORD_BITS)
 
 
+@pytest.mark.long
 def test_much_room_for_digits_is_told(monkeypatch):
     def gradient(momentum, adjoint):
         return jax.jit(jax.grad(lambda m: final(optimizer=hg.Adam(0.1, m), adjoint=adjoint))).lower(momentum)

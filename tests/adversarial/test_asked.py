@@ -59,6 +59,7 @@ def values(result: hg.Result) -> list[float]:
     return [done.value for done in result.history]
 
 
+@pytest.mark.long
 def test_what_users_print_is_printed_as_often_and_of_trained_values(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
 

@@ -189,6 +189,7 @@ def test_a_rule_that_is_not_linear_has_all_cotangents_at_once(optimizer: Any) ->
     assert_roads_agree(loss, optimizer, inputs() | {"statistics": jnp.full(3, 0.1), "decay": jnp.asarray(0.5)})
 
 
+@pytest.mark.long
 def test_compiled_and_batched() -> None:
     gradient = lambda a: jax.grad(lambda i: objective(i, REVERSED, lambda rate: hg.SGD(rate, 0.75), a))  # noqa: E731
     lanes = jax.tree.map(lambda x: jnp.stack([x, 0.9 * x]), inputs())

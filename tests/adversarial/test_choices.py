@@ -42,6 +42,7 @@ def trained(theta: Any, adjoint: Any) -> jax.Array:
     return run.params
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 def test_training_follows_the_gradient() -> None:
     """As it is one operation at a time. Compiled by JAX 0.10.2 for most processors, every ninth entry is wrong by half."""

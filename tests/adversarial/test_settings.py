@@ -83,7 +83,7 @@ MEAN_OF_LANES = {
 }
 
 
-@some_of("what", MEAN_OF_LANES, "loss")
+@some_of("what", MEAN_OF_LANES)
 def test_a_derivative_of_lanes_that_see_each_other(what: str) -> None:
     """JAX calls a custom rule without the axis there: an error that says what goes."""
 

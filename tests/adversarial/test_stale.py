@@ -137,7 +137,6 @@ PLACES = ("loss", "batches", "whole numbers")
 @some_of(
     ("place", "adjoint"),
     list(itertools.product(PLACES, [*ROADS, hg.Checkpointed()])),
-    ("whole numbers", hg.Checkpointed()),
 )
 def test_a_batching_rule_reads_what_is_there_today(place: str, adjoint: Any) -> None:
     """One step down a slope of 2 factor: the second of two programs with equal keys must not run the first."""

@@ -222,7 +222,7 @@ def test_registered_kinds_of_one_name_are_two(monkeypatch: pytest.MonkeyPatch) -
         np.testing.assert_allclose(found[name].sum(0), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [long(jnp.float32), jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [long(jnp.float32), long(jnp.bfloat16)])
 def test_a_diagonal_of_few_bits_counts_all_positions(dtype: Any) -> None:
     """600 times 2, which stops at 512 where it is added up in bfloat16."""
 

@@ -214,6 +214,7 @@ def test_a_bias_with_an_axis_of_one_has_one_factor(axis: int) -> None:
     np.testing.assert_allclose(*slopes, rtol=1e-8)
 
 
+@pytest.mark.long
 def test_held_inverses_begin_at_a_head_of_zeros() -> None:
     """There B of the layer below is zero, and pi infinite."""
     net = dense()

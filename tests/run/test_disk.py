@@ -128,6 +128,7 @@ def test_a_chunk_is_read_whole_where_one_call_gives_less(tmp_path: pathlib.Path,
     np.testing.assert_array_equal(words.kept(0)[0][0], np.arange(20).reshape(4, 5))
 
 
+@pytest.mark.long
 def test_a_link_may_have_the_name_of_no_file(tmp_path: pathlib.Path) -> None:
     class Slash(Optimizer):
         rate: Any

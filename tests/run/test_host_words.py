@@ -101,7 +101,7 @@ def test_what_was_changed_inside_of_a_program_is_noticed(monkeypatch, dtype, lie
         jax.block_until_ready(jax.jit(jax.grad(spilling("sgd", buffer="host")))(PARAMS))
 
 
-@some_of("buffer", ["host", "device"], "host")
+@some_of("buffer", ["host", "device"])
 def test_words_that_an_error_asks_for_are_enough_where_few_steps_lose_most(buffer, monkeypatch):
     monkeypatch.setattr(cuts, "STORED", 8)
     momenta = jnp.append(jnp.full(8, 2.0**-6), jnp.full(24, 0.9))

@@ -121,6 +121,7 @@ def test_training_is_the_same_with_it_and_without() -> None:
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.long
 def test_with_rows_of_theta_statistics_and_values_of_its_own_per_step() -> None:
     """theta is whole where a metric sees it; batch statistics are beside it."""
 

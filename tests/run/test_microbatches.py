@@ -131,7 +131,7 @@ def compiled() -> Any:
     return jax.jit(jax.value_and_grad(lambda h: value(h, RULES["SGD"], loss, 4, hg.Reversible())))(hypers(jnp.float32))
 
 
-@some_of("mode", ["eager", "vmap", "host", "segments"], "host")
+@some_of("mode", ["eager", "vmap", "host", "segments"])
 def test_in_every_way_to_run(mode: str) -> None:
     h = hypers(jnp.float32)
     adjoint = {"host": hg.Reversible(driver="host"), "segments": hg.Reversible(buffer="host")}.get(mode, hg.Reversible())

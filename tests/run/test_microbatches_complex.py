@@ -38,7 +38,12 @@ def by_a_rule(w: Any, c: Any, x: Any) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("loss", "of"),
-    [long(of_frequencies, "params"), (by_a_rule, "losses"), (with_evidence, "statistics"), long(of_frequencies, "losses")],
+    [
+        long(of_frequencies, "params"),
+        (by_a_rule, "losses"),
+        long(with_evidence, "statistics"),
+        long(of_frequencies, "losses"),
+    ],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )
 def test_a_complex_theta_keeps_its_imaginary_part(loss: Any, of: str) -> None:

@@ -76,6 +76,7 @@ class Following(Optimizer):
     decay: Any = 0.5
 
 
+@pytest.mark.long
 def test_a_rule_that_is_not_linear_sees_the_share_of_a_part_in_signals_too() -> None:
     def bent(w: Any, theta: Any, x: Any) -> jax.Array:
         return jnp.mean((x @ w) ** 2) * (1 + cut_off(theta))

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import hypergrad as hg
 
@@ -43,6 +44,7 @@ def test_equal_decays_of_other_denominators_have_schedules_of_their_own() -> Non
     np.testing.assert_array_equal(trained(LEAF, slow(0.9)), trained(LEAF, slow(np.float32(0.9))))
 
 
+@pytest.mark.long
 def test_a_wide_leaf_beside_a_narrow_one_decays_as_alone() -> None:
     with jax.enable_x64(True):
         rule, wide = hg.AdamW(1.0, weight_decay=(1024.5 + 1e-6) / 2**24), LEAF.astype(jnp.float64)
@@ -63,6 +65,7 @@ def test_a_decay_that_prepare_makes_is_that_of_its_own_rule() -> None:
         np.testing.assert_array_equal(both[name], trained({name: LEAF}, rule(0.1, 0.9))[name])
 
 
+@pytest.mark.long
 def test_running_statistics_have_schedules_of_their_own() -> None:
     """Two scalar decays: one would be the other's if schedules were shared by all."""
 

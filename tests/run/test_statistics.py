@@ -148,6 +148,7 @@ def run(loss: Any = SIMPLE, statistics: Any = None, **options: Any) -> hg.Traine
     return hg.train(loss, jnp.zeros(2), hg.SGD(0.1), batches, steps=3, statistics=statistics, **options)
 
 
+@pytest.mark.long
 def test_evidence_that_changes_is_found_out() -> None:
     """Python runs in the loss; parameters and velocity come back all the same."""
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import hypergrad as hg
 
@@ -28,6 +29,7 @@ class Same(hg.optimizers.Transformed):
         return g
 
 
+@pytest.mark.long
 def test_a_link_that_a_transformation_reads_sees_the_new_statistics_too() -> None:
     def slopes(around: Any, adjoint: Any = None) -> Any:
         def end(rate: Any, decay: Any) -> Any:
