@@ -6,6 +6,9 @@ top of the stack, whatever integers the value is.
 The buffer of Algorithm 7 is one unbounded integer i per parameter. Here its digits leave as 16-bit words, for a stack that
 all entries of a leaf share: when they leave depends on n_1..n_T alone. So the schedule is computed before the loop, and both
 passes read it. One word a step is enough for n >= d / 2^16.
+
+c div n is the nearest integer here, and a digit x of c, x = c mod n, stands for x or x - n: for what is left of c then,
+-(n div 2) <= . < n - n div 2. Rounded down, what falls to nothing from below would stop at -1.
 """
 
 import abc

@@ -174,18 +174,23 @@ class Fixed(NamedTuple):
         quotient, digit = (self if self.low is not None else self._replace(high=self.high + 2 ** (k - 1))).split(k)
         return quotient, digit if self.low is not None else digit - 2 ** (k - 1)
 
+    def near(self, digit: Any, n: Any) -> Any:
+        """What a digit of such a value, 0 <= digit < n, stands for: -(n div 2) <= . < n - n div 2; of two limbs itself."""
+        return digit if self.low is not None else jnp.where(digit < n - (n >> 1), digit, digit - n)
+
     def times(self, n: Array, digit: Array) -> "Fixed":
-        """self n + digit, 0 <= digit < n."""
+        """self n + digit, |digit| < n."""
         if self.low is None:
             return self._replace(high=self.high * n + digit)
         return self._carried(self.high * n, self.low * n + digit)
 
     def over(self, n: Array, apart: Callable[..., Array]) -> tuple["Fixed", Array]:
-        """(self div n, self mod n), floor division of what `times` made: its inverse. apart(function, *arguments) stores
-        what it computes: XLA would rather divide again for each array made from a quotient."""
+        """(self div n, self mod n) of what `times` made of a digit that is `near`: its inverse. apart(function, *arguments)
+        stores what it computes: XLA would rather divide again for each array made from a quotient."""
         if self.low is None:
-            quotient, digit = divide(self.high, n)
-            return self._replace(high=quotient), digit
+            half = n >> 1
+            quotient, digit = divide(self.high + half, n)
+            return self._replace(high=quotient), jnp.where(digit < half, digit + n, digit) - half
         low = apart(_low_quotient, self.high, self.low, n)
         digit = (self.low - low * n) & (2**LOW_BITS - 1)
         return self._replace(high=divide(self.high, n)[0], low=low), digit

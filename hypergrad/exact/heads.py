@@ -70,14 +70,15 @@ class HeadsAndWords(Buffer):
     def multiply_by(self, digits: Heads, value: Fixed, n: Array, denominator: int, entry: SpillEntry) -> tuple[Heads, Fixed]:
         k = denominator.bit_length() - 1
         i = behind_branch(entry.step >= 0, functools.partial(_next_head, k), digits.head, value, n, entry.spills)
-        value, digit = value.split(k)
-        value = value.times(n, _mod(digit - i.astype(jnp.int64) * n, k))  # l. 4-5: c = c div d, c = c n + i mod n
+        value, digit = value.split_nearest(k)
+        digit = _mod(digit - i.astype(jnp.int64) * n, k)
+        value = value.times(n, value.near(digit, n))  # l. 4-5: c = c div d, c = c n + i mod n
         return _mirror(Heads(i, digits.stack), entry), value
 
     def divide_by(self, digits: Heads, value: Fixed, n: Array, denominator: int, entry: SpillEntry) -> tuple[Heads, Fixed]:
         k, multiple = denominator.bit_length() - 1, digits.head.astype(jnp.int64) * n
         value, digit = value.over(n, functools.partial(behind_branch, entry.step >= 0))
-        value = value.join(_mod(multiple + digit, k), k)  # l. 4-5
+        value = value.join(value.near(_mod(multiple + digit, k), denominator), k)  # l. 4-5
         i = (multiple + _mod(value.split(k)[1] - multiple, k)) >> k  # i = i n + c mod n, i = i div d
         return _unspill(Heads(i.astype(jnp.uint32), digits.stack), entry), value
 

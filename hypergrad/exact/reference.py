@@ -31,8 +31,7 @@ class Digits:
 
 @dataclasses.dataclass(frozen=True)
 class Reference(Buffer):
-    """In place of `HeadsAndWords`, or of `Deferred`: then by 1/2^16, at the steps where the device gives up a word, and
-    rounded to the nearest: its first digit, v mod d, counts from half of d below 0, in the value but not in i."""
+    """In place of `HeadsAndWords`, or of `Deferred`: then by 1/2^16, at the steps where the device gives up a word."""
 
     deferred: bool = False
 
@@ -42,20 +41,20 @@ class Reference(Buffer):
 
     def multiply_by(self, digits: Digits, value: Fixed, n: Any, denominator: int, entry: Any) -> tuple[Digits, Fixed]:
         i, v, (n, d) = digits.i, _big(value), self._ratio(n, denominator, entry)
-        half = self._half(value, d)
+        div, near = _nearest(value)
         i = i * d + v % d  # l. 2-3
-        v = (v + half) // d  # l. 4
-        v = v * n + i % n  # l. 5-6
+        v = div(v, d)  # l. 4
+        v = v * n + near(i % n, n)  # l. 5-6
         i = i // n  # l. 7
         return Digits(np.asarray(i, object)), _limbs(v, value, entry.after if self.deferred else None)
 
     def divide_by(self, digits: Digits, value: Fixed, n: Any, denominator: int, entry: Any) -> tuple[Digits, Fixed]:
         """The inverse of `multiply_by`: the same lines with n and d swapped."""
         i, v, (n, d) = digits.i, _big(value), self._ratio(n, denominator, entry)
-        half = self._half(value, d)
+        div, near = _nearest(value)
         i = i * n + v % n
-        v = v // n
-        v = v * d + (i + half) % d - half
+        v = div(v, n)
+        v = v * d + near(i % d, d)
         i = i // d
         return Digits(np.asarray(i, object)), _limbs(v, value, entry.before if self.deferred else None)
 
@@ -63,9 +62,6 @@ class Reference(Buffer):
         if not self.deferred:
             return _objects(n), denominator
         return _objects(1), 2**WORD_BITS if entry.spills else 1  # by 1/1 nothing changes
-
-    def _half(self, value: Fixed, d: int) -> int:
-        return d // 2 if self.deferred and value.low is None else 0
 
     def capacity(self, digits: Digits) -> None:
         return None
@@ -107,6 +103,14 @@ class Reference(Buffer):
 
     def most_words(self, steps: int, bits: float) -> int:
         return self._device.most_words(steps, bits)
+
+
+def _nearest(value: Fixed) -> tuple[Any, Any]:
+    """(v, n) -> v div n, and (v mod n, n) -> what is left of v, as `hypergrad/exact/buffers.py` says; of two limbs rounded
+    down."""
+    if value.low is not None:
+        return lambda v, n: v // n, lambda digit, n: digit
+    return lambda v, n: (v + n // 2) // n, lambda digit, n: (digit + n // 2) % n - n // 2
 
 
 def _big(x: Fixed) -> np.ndarray:

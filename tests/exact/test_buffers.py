@@ -137,7 +137,8 @@ def test_decays_that_lose_less_than_a_word_need_no_room():
 class OneWeight:
     """Algorithm 7 on one weight: a head and a stack of 16-bit words whose top mirrors the low bits of the head."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, wide: bool) -> None:
+        self.wide = wide
         self.head, self.stack, self.top, self.bound = 0, [0] * (capacity + 1), 0, 0
 
     def multiply_by(self, c: int, n: int, smallest_n: int, d: int) -> int:
@@ -145,8 +146,8 @@ class OneWeight:
             self.head, self.bound, self.top = self.head // 2**16, self.bound // 2**16, self.top + 1
         self.bound = (self.bound * d + d - 1) // smallest_n
         i = self.head * d + c % d
-        c = c // d
-        c = c * n + i % n
+        c = (c if self.wide else c + d // 2) // d
+        c = c * n + (i % n if self.wide or i % n < n - n // 2 else i % n - n)
         self.head = i // n
         self.stack[self.top] = self.head % 2**16
         return c
@@ -154,7 +155,7 @@ class OneWeight:
 
 def by_hand(run: Run, d: int, capacity: int) -> tuple[list[int], list[int], list[list[int]]]:
     """(values after each step and weight, heads, stacks)."""
-    weights, values, heads = [OneWeight(capacity) for _ in range(WEIGHTS)], [], []
+    weights, values, heads = [OneWeight(capacity, run.drawn.low is not None) for _ in range(WEIGHTS)], [], []
     drawn = iter(np.split(np.array(integers(run.drawn), object), STEPS))
     for t, n in enumerate(run.n.tolist()):
         row = next(drawn).tolist()

@@ -153,8 +153,15 @@ def test_integer_operations_are_those_of_long_integers_and_inverse(wide, data):
         assert integers(quotient) == [c >> k for c in integers(x)]
         assert digit.tolist() == [c % 2**k for c in integers(x)]
         jax.tree.map(np.testing.assert_array_equal, quotient.join(digit, k), x)
-    product = jitted_times(quotient, n, rest)  # below 2^62: divided by 2^16 before
-    assert integers(product) == [c * int(k) + int(r) for c, k, r in zip(integers(quotient), n, rest, strict=True)]
+        nearest, rest_of_it = x.split_nearest(k)
+        jax.tree.map(np.testing.assert_array_equal, nearest.join(rest_of_it, k), x)
+        if not wide:
+            assert integers(nearest) == [(c + 2 ** (k - 1)) >> k for c in integers(x)]
+            np.testing.assert_array_equal(x.near(digit, 2**k), rest_of_it)
+    added = np.asarray(x.near(rest, n))
+    product = jitted_times(quotient, n, added)  # below 2^62: divided by 2^16 before
+    assert integers(product) == [c * int(k) + int(r) for c, k, r in zip(integers(quotient), n, added, strict=True)]
+    assert wide or (2 * np.abs(added) <= n).all()
     back, digit = jitted_over(product, n)
     jax.tree.map(np.testing.assert_array_equal, back, quotient)
     np.testing.assert_array_equal(digit, rest)
