@@ -7,8 +7,8 @@ The buffer of Algorithm 7 is one unbounded integer i per parameter. Here its dig
 all entries of a leaf share: when they leave depends on n_1..n_T alone. So the schedule is computed before the loop, and both
 passes read it. One word a step is enough for n >= d / 2^16.
 
-c div n is the nearest integer here, and a digit x of c, x = c mod n, stands for x or x - n: for what is left of c then,
--(n div 2) <= . < n - n div 2. Rounded down, what falls to nothing from below would stop at -1.
+Of values of one limb c div n is the nearest integer, and a digit x = c mod n of them stands for x or x - n, whichever leaves
+-(n div 2) <= . < n - n div 2: rounded down, what falls to nothing from below would stop at -1. i div n is rounded down.
 """
 
 import abc
