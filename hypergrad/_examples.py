@@ -51,7 +51,7 @@ def _told_of_made_up(problem: Problem) -> str | None:
             batch = _of_made_up(jax.tree.map(_made_up, problem.batches))(jnp.int32(0))
             where = " with numbers made up for those that are traced,"
             return no_mean(_of_made_up(_value(problem)), params, theta, batch, where)
-    except Exception:
+    except Exception:  # of named axes, integers, meshes; an error of the loss's own has been raised when it was traced
         return None
 
 
