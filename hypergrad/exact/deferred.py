@@ -96,7 +96,7 @@ class Deferred(Buffer):
         return digits, z
 
     def divide_by(self, digits: Words, value: Fixed, n: Any, denominator: int, entry: DeferredEntry) -> tuple[Words, Fixed]:
-        """The inverse of `multiply_by`: q = z, z = q 2^16 + r, i = i div 2^16."""
+        """The inverse of `multiply_by`: r = i mod 2^16 of either sign, i = i div 2^16, z = z 2^16 + r."""
         word = _top(digits, entry)
         z = value.join((word if value.low is not None else word.astype(jnp.int16)).astype(jnp.int64), WORD_BITS)
         z = z.where(entry.spills, value)._replace(scale=entry.before)
