@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import long
 
 import hypergrad as hg
 
@@ -32,7 +33,9 @@ def passes(size: int, batch_size: int, count: int, key=None) -> np.ndarray:
 
 
 # Divisible or not, one batch a pass, one example, primes, powers of two, and batches that straddle two passes.
-@pytest.mark.parametrize(("size", "batch_size"), [(1, 1), (2, 1), (7, 3), (12, 4), (13, 13), (64, 10), (97, 96), (1000, 37)])
+@pytest.mark.parametrize(
+    ("size", "batch_size"), [(1, 1), long(2, 1), (7, 3), long(12, 4), (13, 13), long(64, 10), long(97, 96), (1000, 37)]
+)
 def test_every_pass_sees_every_example_once(size, batch_size):
     for order in passes(size, batch_size, 5):
         assert sorted(order) == list(range(size))

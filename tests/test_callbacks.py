@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import long
 from tiny import fails
 
 import hypergrad as hg
@@ -21,7 +22,7 @@ def run(*callbacks: Any, meta_steps: int = 3, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize(
     ("result", "shown"),
-    [(2, "int 2"), (0, "int 0"), ("no", "str 'no'"), (np.ones(2), "float64[2]"), (jnp.zeros(()), "float32[]")],
+    [(2, "int 2"), long(0, "int 0"), ("no", "str 'no'"), (np.ones(2), "float64[2]"), long(jnp.zeros(()), "float32[]")],
     ids=["length", "zero", "text", "array", "number"],
 )
 def test_what_is_neither_true_nor_false_is_an_error_after_the_meta_step_is_kept(result, shown, tmp_path) -> None:
@@ -34,7 +35,7 @@ def test_what_is_neither_true_nor_false_is_an_error_after_the_meta_step_is_kept(
     assert run(seen.append, checkpoint=tmp_path) == [0, 1, 2] and [done.step for done in seen] == [1, 2]
 
 
-@pytest.mark.parametrize("kind", [bool, np.bool_, jnp.bool_], ids=["python", "numpy", "jax"])
+@pytest.mark.parametrize("kind", [bool, long(np.bool_), jnp.bool_], ids=["python", "numpy", "jax"])
 def test_a_bool_of_any_kind_stops_or_goes_on(kind, tmp_path) -> None:
     stop = lambda done: kind(done.step == 1)  # noqa: E731
     for _ in range(2):

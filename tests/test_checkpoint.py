@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import some_of
 
 import hypergrad as hg
 from hypergrad import _folder_owner
@@ -91,7 +92,7 @@ FAULTS: dict[str, tuple[Any, str, bool]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@some_of("fault", FAULTS, "before a file", "before the rename", "before the old point goes")
 def test_killed_while_writing(fault: str, tmp_path: pathlib.Path, uninterrupted: hg.Result) -> None:
     rng = np.random.default_rng(sum(fault.encode()))
     place, name, before = FAULTS[fault]
@@ -139,6 +140,7 @@ t.run(sys.argv[1], callbacks=[kill])
 """
 
 
+@pytest.mark.long
 def test_a_killed_process(tmp_path: pathlib.Path, uninterrupted: hg.Result) -> None:
     here = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent), "DIE": "yes"}
     done = subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], env=here, capture_output=True, text=True)

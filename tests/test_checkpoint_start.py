@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from covering import long
 
 import hypergrad as hg
 
@@ -21,9 +22,9 @@ def run(folder: pathlib.Path | None, start: Any, meta_steps: int, scale: float =
     ("there", "here", "scale"),
     [
         (1e-7, 9e-7, 1e6),
-        (jnp.zeros(3), jnp.array([9e-7, -9e-7, 5e-7]), 1e6),
+        long(jnp.zeros(3), jnp.array([9e-7, -9e-7, 5e-7]), 1e6),
         (jnp.array([1.0, 1e-3]), jnp.array([1.0, 1.02e-3]), 1.0),
-        (jnp.array([0.0, 1e-9]), jnp.array([0.0, 1.1e-9]), 1e9),
+        long(jnp.array([0.0, 1e-9]), jnp.array([0.0, 1.1e-9]), 1e9),
     ],
     ids=str,
 )

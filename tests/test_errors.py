@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import long
 from tiny import BATCHES, PARAMS, fails, fails_compiled, loss, train
 
 import hypergrad as hg
@@ -47,7 +48,7 @@ def test_momentum_that_rounds_to_an_end_says_so():
     ("rate", "why"),
     [
         (3.0, "got -0.5 at step 0. With 0 a step forgets"),
-        (-1.0, "got 1.5 at step 0. Above 1 all grows"),
+        long(-1.0, "got 1.5 at step 0. Above 1 all grows"),
         (np.nan, "It is NaN"),
     ],
 )
@@ -59,7 +60,7 @@ def test_a_decay_made_of_two_hyperparameters_is_named_by_both(rate, why):
         jax.jit(lambda rate: train(optimizer=hg.AdamW(rate, weight_decay=0.5)).params)(rate)
 
 
-@pytest.mark.parametrize("bound", [-1.0, float("nan"), {"w": hg.PerStep(jnp.array([1.0, -1.0, 1.0]))}])
+@pytest.mark.parametrize("bound", [long(-1.0), float("nan"), {"w": hg.PerStep(jnp.array([1.0, -1.0, 1.0]))}])
 def test_a_bound_that_clips_nothing_or_all(bound):
     for wrap, field in ((hg.clip, "max_delta"), (hg.clip_by_global_norm, "max_norm")):
         with fails(ValueError, f"hg.{wrap.__name__}: `{field}` must be at least 0; got"):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from covering import some_of
+from covering import long, some_of
 from tiny import fails, train
 
 import hypergrad as hg
@@ -73,7 +73,13 @@ def test_meta_steps_that_are_no_count(meta_steps):
 
 @pytest.mark.parametrize(
     "value",
-    [lambda w: w, lambda w: jnp.argmax(w), lambda w: w.sum() * 1j, lambda w: (w.sum(), w), lambda w: None],
+    [
+        long(lambda w: w),
+        long(lambda w: jnp.argmax(w)),
+        long(lambda w: w.sum() * 1j),
+        lambda w: (w.sum(), w),
+        long(lambda w: None),
+    ],
     ids=["vector", "integer", "complex", "tuple", "None"],
 )
 def test_val_fn_that_is_no_float_scalar(value):
@@ -144,7 +150,7 @@ def test_a_used_hyperparameter_with_a_zero_does_not_warn():
     assert grads["x"].tolist() == [0, 2]
 
 
-@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("jit", [True, long(False)])
 def test_a_hypergradient_that_is_not_finite(jit):
     with fails(hg.NonFiniteError, "the hypergradient of hypers['rate']", "at meta-step 0", "skip_nonfinite=True"):
         optimize(val_fn=flat, jit=jit)
@@ -168,7 +174,7 @@ def test_skip_nonfinite_goes_on_and_leaves_the_hypers_alone():
     np.testing.assert_allclose(hg.natural(result.hypers)["rate"], 0.1, rtol=1e-6)
 
 
-@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("jit", [True, long(False)])
 def test_skip_nonfinite_skips_a_run_that_diverged(jit):
     # The first key diverges, the others do not: only they move the rate.
     def sometimes(hypers, key):
@@ -183,12 +189,13 @@ def test_skip_nonfinite_skips_a_run_that_diverged(jit):
     assert float(hg.natural(result.hypers)["rate"]) != pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize(
-    ("hypers", "error", "text"),
+    ("hypers", "error", "text", "jit"),
     [
-        ({"rate": 1e9}, hg.RangeError, "params['w'] left the range"),
-        ({"rate": 0.1, "momentum": 1.0}, hg.RangeError, "must be in (0, 1); got"),
+        ({"rate": 1e9}, hg.RangeError, "params['w'] left the range", True),
+        long({"rate": 1e9}, hg.RangeError, "params['w'] left the range", False),
+        long({"rate": 0.1, "momentum": 1.0}, hg.RangeError, "must be in (0, 1); got", True),
+        ({"rate": 0.1, "momentum": 1.0}, hg.RangeError, "must be in (0, 1); got", False),
     ],
 )
 def test_training_that_fails_inside_optimize(hypers, error, text, jit):
@@ -214,6 +221,7 @@ def forgetful(hypers, key, capacity=None):
     return train(optimizer=optimizer, steps=MANY, adjoint=hg.Reversible(capacity=capacity)).params["w"]
 
 
+@pytest.mark.long
 def test_a_capacity_of_ones_own_that_is_too_small():
     for call in both({"momentum": hg.unit_interval(0.01)}, lambda hypers, key: forgetful(hypers, key, capacity=1)):
         with fails(hg.BufferFullError, f"needs {WORDS} 32-bit words", f"capacity={WORDS}") as caught:
@@ -221,6 +229,7 @@ def test_a_capacity_of_ones_own_that_is_too_small():
         assert int(caught.value.status.words) == WORDS
 
 
+@pytest.mark.long
 @some_of("jit", [True, False], True)
 def test_a_capacity_left_to_the_library_grows(jit):
     result = optimize({"momentum": hg.unit_interval(0.01)}, forgetful, jit=jit)

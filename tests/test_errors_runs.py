@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import every_value
+from covering import long, some_of
 from tiny import BATCHES, PARAMS, fails, fails_compiled, final, loss, sentence, train
 
 import hypergrad as hg
@@ -40,7 +40,7 @@ def test_momentum_under_an_eager_gradient(momentum):
         jax.grad(lambda m: final(optimizer=hg.SGD(0.1, m)))(momentum)
 
 
-@pytest.mark.parametrize("momenta", [(0.9, 1.5), (1.5, 0.9), (float("nan"), 1.5)])
+@pytest.mark.parametrize("momenta", [(0.9, 1.5), long((1.5, 0.9)), (float("nan"), 1.5)])
 def test_of_several_decays_the_first_that_is_out_of_range_is_named(momenta):
     leaf = "b" if momenta[0] == 0.9 else "a"
     params, square = {"a": jnp.ones(2), "b": jnp.ones(2)}, lambda p, *_: sum(jnp.sum(x**2) for x in p.values())
@@ -76,12 +76,13 @@ def test_weights_that_leave_the_range():
         hg.check_reversal(downhill, LEAVING["params"], LEAVING["optimizer"], BATCHES, steps=4)
 
 
-@pytest.mark.parametrize("adjoint", [hg.Unrolled(), hg.Checkpointed(), hg.Reversible(driver="host")])
+@pytest.mark.parametrize("adjoint", [hg.Unrolled(), long(hg.Checkpointed()), hg.Reversible(driver="host")])
 def test_weights_that_leave_the_range_on_every_road(adjoint):
     with fails(hg.RangeError, *LEFT):
         train(**LEAVING, adjoint=adjoint)
 
 
+@pytest.mark.long
 def test_weights_that_leave_the_range_under_jit():
     with fails_compiled(hg.RangeError, *LEFT):
         jax.jit(lambda params: train(**{**LEAVING, "params": params}).params)(LEAVING["params"])
@@ -102,7 +103,7 @@ def test_fewer_fraction_bits_is_a_cure():
     np.testing.assert_allclose(trained.params["b"], 5000 + 7500 + 8750 + 9375, rtol=1e-6)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e9])
+@pytest.mark.parametrize("value", [float("nan"), long(float("inf")), -1e9])
 def test_params_that_start_outside_the_range(value):
     # Whatever converting them to integers makes of them: NaN would become 0, and training go on from there.
     params = {"w": jnp.array([1.0, value])}
@@ -137,6 +138,7 @@ def test_nan_loss_under_jit_names_the_step():
 
 # momentum 0.01 is 655/2^16: 40 steps lose 40 log2(2^16/655) = 266 bits, eight times 32 of them in words.
 MANY, WORDS = 40, 8
+ROADS = hg.Reversible(), hg.Unrolled(), hg.Checkpointed()
 FULL = (f"needs {WORDS} 32-bit words per parameter", f"hg.Reversible(capacity={WORDS})")
 
 
@@ -149,7 +151,7 @@ def test_words_of_the_forgetful_run():
     assert -(-halves // 2) == WORDS
 
 
-@pytest.mark.parametrize("capacity", [None, 0, WORDS - 1], ids=["one bit a step", "no room", "one word short"])
+@pytest.mark.parametrize("capacity", [long(None), long(0), WORDS - 1], ids=["one bit a step", "no room", "one word short"])
 def test_too_little_capacity_under_jit(capacity):
     with fails_compiled(hg.BufferFullError, *FULL):
         jax.jit(jax.grad(lambda m: forgetful(m, capacity)))(0.01)
@@ -199,7 +201,7 @@ def impure_final(params, **options):
 REVERSAL = ("saw other batches than the training", "`batches` a pure function of t", "hg.check_reversal(...)")
 
 
-@pytest.mark.parametrize("driver", ["scan", "host"])
+@pytest.mark.parametrize("driver", ["scan", long("host")])
 def test_a_batch_function_that_changes(driver):
     with fails(hg.ReversalError, *REVERSAL):
         jax.grad(lambda params: impure_final(params, adjoint=hg.Reversible(driver=driver)))(PARAMS)
@@ -210,6 +212,7 @@ def test_a_batch_function_that_changes_under_jit():
         jax.jit(jax.grad(impure_final))(PARAMS)
 
 
+@pytest.mark.long
 def test_a_batch_function_that_changes_without_raising():
     grads = jax.grad(lambda params: impure_final(params, throw=False))(PARAMS)
     assert jnp.isnan(grads["w"]).all()
@@ -247,7 +250,7 @@ def test_without_throw_every_lane_has_its_own_status():
     np.testing.assert_allclose(trained.params["w"][2], alone.params["w"], rtol=1e-6)
 
 
-@every_value("adjoint, compiled", [hg.Reversible(), hg.Unrolled(), hg.Checkpointed()], [False, True])
+@some_of(("adjoint", "compiled"), [(a, c) for a in ROADS for c in (False, True)], (ROADS[0], False), (ROADS[1], True))
 def test_without_throw_the_gradient_of_a_failed_run_is_nan_and_not_zero(adjoint, compiled):
     slope = jax.grad(lambda rate: diverging(rate, adjoint).params["w"].sum())
     slope = jax.jit(slope) if compiled else slope
@@ -255,7 +258,7 @@ def test_without_throw_the_gradient_of_a_failed_run_is_nan_and_not_zero(adjoint,
     assert jnp.isfinite(slope(0.1))
 
 
-@pytest.mark.parametrize("adjoint", [hg.Reversible(), hg.Unrolled()], ids=["exact", "unrolled"])
+@pytest.mark.parametrize("adjoint", [hg.Reversible(), long(hg.Unrolled())], ids=["exact", "unrolled"])
 def test_a_gradient_of_all_lanes_together_is_nan_in_the_failed_one_alone(adjoint):
     together = lambda rates: jnp.sum(jax.vmap(lambda rate: diverging(rate, adjoint).params["w"].sum())(rates))  # noqa: E731
     assert np.isfinite(jax.jit(jax.grad(together))(jnp.array([0.1, 1e4, 0.2]))).tolist() == [True, False, True]
@@ -291,6 +294,7 @@ def test_any_reversal_that_is_differentiated_twice_names_the_cure(adjoint):
     assert "hg.Reversible has first" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_unrolled_is_the_cure_for_second_derivatives():
     curvature = jax.grad(jax.grad(lambda rate: final_at_rate(rate, hg.Unrolled())))(0.1)
     assert np.isfinite(curvature) and curvature != 0

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -169,8 +170,7 @@ def test_what_is_no_real_number_is_refused(make, x):
         make({"a": x})
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("u", [-1e4, -100.0, 100.0, 1e4])
+@every_value("u, dtype", [-1e4, -100.0, 100.0, 1e4], [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_no_stored_value_leaves_its_domain(dtype, u):
     """In the numbers of its own type; and positive ones have a way back."""
     within = {"positive": (0, np.inf), "unit_interval": (MARGIN, 1 - MARGIN), "bounded": (0.1, 0.7)}

@@ -92,6 +92,7 @@ def test_optimize_lowers_the_value_in_one_compilation() -> None:
     np.testing.assert_allclose(value, result.best.value, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_the_first_step_by_hand() -> None:
     result = hg.optimize(trainer(), val_fn, RATE, meta_steps=1, meta_optimizer=optax.sgd(0.5))
     value, grads = hg.hypergradient(trainer(), val_fn, RATE, jax.random.fold_in(jax.random.key(0), 0))
@@ -125,6 +126,7 @@ def test_meta_step_i_uses_the_key_folded_with_i() -> None:
         np.testing.assert_allclose([done.value for done in result.history], expected, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_what_is_fixed_stays() -> None:
     learned = {"learning_rate": hg.positive(0.05), "momentum": hg.fixed(0.9), "scale": hg.fixed(jnp.float32(0.7))}
     result = hg.optimize(trainer(), val_fn, learned, meta_steps=3)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import of_bits
+from covering import long, of_bits
 from recorded import NET, OPTIMIZERS, RATES, SEGMENT, STEPS, assert_same, drawn, numbers, options
 from tiny import fails
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_resumed(tmp_path: pathlib.Path) -> None:
         record.resume(5, parms=NET.params())
 
 
-@pytest.mark.parametrize("step", [-1, STEPS + 1, 2.0, True])
+@pytest.mark.parametrize("step", [long(-1), STEPS + 1, 2.0, long(True)])
 def test_what_is_no_step(step: Any, tmp_path: pathlib.Path) -> None:
     record = hg.record(**options(), folder=tmp_path)
     for ask in (record.rewind, record.resume, lambda s: record.steps(s, STEPS), lambda s: record.steps(0, s)):

@@ -211,6 +211,7 @@ def test_another_process_goes_back_to_the_same_bits(tmp_path: pathlib.Path) -> N
         assert_same([found[name] for name in found], jax.tree.leaves(record.rewind(5).params))
 
 
+@pytest.mark.long
 def test_training_that_fails_leaves_nothing(tmp_path: pathlib.Path) -> None:
     diverging = {"optimizer": hg.SGD(1e6, 0.5)}
     with fails(hg.HypergradError, "learning rate"):

@@ -85,6 +85,7 @@ def test_what_only_reports_is_recorded(tmp_path: pathlib.Path, monkeypatch: pyte
     assert prints_of(run, inputs)["program"]
 
 
+@pytest.mark.long
 def test_a_record_from_elsewhere_is_opened_with_a_warning(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hg.record(**options(), folder=tmp_path)
     monkeypatch.setattr("jax.__version__", "0.0.1")

@@ -61,7 +61,7 @@ def test_watching_changes_no_bit() -> None:
     assert math.isnan(blind[0].growth) and not math.isnan(watched[0].growth)
 
 
-@pytest.mark.parametrize("seeds", [1, 3])
+@pytest.mark.parametrize("seeds", [long(1), 3])
 def test_the_first_meta_step_says_that_training_is_unstable(seeds: int) -> None:
     with pytest.warns(UserWarning, match="hg.optimize, meta-step 0: training is unstable") as caught:
         result = optimized(9.0, seeds_per_step=seeds)

@@ -26,7 +26,7 @@ def loss(p: Any, theta: Any, x: Any) -> Any:
 @pytest.mark.parametrize(
     "rule",
     [
-        hg.SOAP(0.01, every=2),
+        long(hg.SOAP(0.01, every=2)),
         long(hg.SOAP(0.01, every=1)),
         hg.Shampoo(0.01, every=1),
         long(hg.Shampoo(0.01, every=2, graft="adam")),

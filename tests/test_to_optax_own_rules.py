@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import long
 
 import hypergrad as hg
 from hypergrad.optimizers import Link, Optimizer, Transformed
@@ -54,7 +55,7 @@ class Doubled(hg.HeavyBall):
         (lambda: Reads(hg.clip_by_global_norm(hg.AdamW(0.1, 0.5), 0.3)), None),
         (lambda: hg.with_gradient_link(Harmonic(0.5), bits=16), 3),
         (lambda: Doubled(0.1, 0.5), None),
-        (lambda: hg.Adam(0.1, hg.PerStep(jnp.array([0.1, 0.9, 0.9]))), None),
+        long(lambda: hg.Adam(0.1, hg.PerStep(jnp.array([0.1, 0.9, 0.9]))), None),
     ],
     ids=[
         "a transformation that reads links",

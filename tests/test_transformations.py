@@ -104,6 +104,7 @@ def test_isolated_gradients_give_the_same() -> None:
     assert_close(one(True), one(False))
 
 
+@pytest.mark.long
 def test_one_lane_that_fails_leaves_the_others() -> None:
     rates = jnp.array([0.1, 1e9])
     values = jax.jit(jax.vmap(lambda a: value(a, 0.9, jax.random.key(7), throw=False)))(rates)
@@ -210,6 +211,7 @@ def test_a_named_tuple_and_a_nested_dict_with_none_are_parameters() -> None:
     assert_learns(params, apply)
 
 
+@pytest.mark.long
 def test_a_partitioned_module_is_parameters() -> None:
     model = eqx.nn.MLP(3, "scalar", 4, 1, activation=jnp.tanh, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)

@@ -41,7 +41,6 @@ def slopes(adjoint: Any, outside: bool) -> Any:
     ("name", "outside"),
     [(name, outside) for name in ADJOINTS for outside in (True, False)],
     ("reversal", True),
-    ("budget", True),
 )
 def test_a_branch_of_a_batch_trains(name: str, outside: bool) -> None:
     expected = jax.grad(trained)(RATES[0], hg.Unrolled()), 2 * RATES[1]

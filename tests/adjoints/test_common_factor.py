@@ -52,7 +52,7 @@ RULES: dict[str, tuple[Any, bool | None]] = {  # a rule, and whether all weights
 }  # fmt: skip
 
 
-@some_of("name", RULES, "one momentum", "a rule of one's own, that might bend what passes back")
+@some_of("name", RULES, "one momentum")
 def test_it_is_found_and_gives_the_same_derivative(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     common_factor = backward.common_factor

@@ -46,7 +46,7 @@ def copied(rule: Any, asked: str) -> list[str]:
 @pytest.mark.of_bits
 @pytest.mark.parametrize(
     "rule, asked",
-    [long(hg.SGD, "rate"), long(hg.SGD, "momentum"), long(hg.SGD, "theta"), long(hg.HeavyBall, "rate"), (hg.Adam, "rate")],
+    [(hg.SGD, "rate"), long(hg.SGD, "momentum"), long(hg.SGD, "theta"), long(hg.HeavyBall, "rate"), long(hg.Adam, "rate")],
 )
 def test_loops_overwrite_in_place(rule: Any, asked: str) -> None:
     assert copied(rule, asked) == []

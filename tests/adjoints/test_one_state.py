@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import long
+from covering import some_of
 from jax.extend.core import Jaxpr
 
 import hypergrad as hg
@@ -41,8 +41,12 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, long({"isolate": False}), {"memory_budget": "1KiB"}], ids=str)
-@pytest.mark.parametrize("name", RULES)
+@some_of(
+    ("name", "options"),
+    [(name, options) for options in ({}, {"isolate": False}, {"memory_budget": "1KiB"}) for name in RULES],
+    *(("clipped", {}), ("Adam", {"memory_budget": "1KiB"})),
+    ids=str,
+)
 def test_what_is_undone_is_not_batched(name: str, options: dict[str, Any]) -> None:
     pull = jax.vjp(lambda rule, theta: results(rule, theta, hg.Reversible(**options)), RULES[name], jnp.float32(0.1))[1]
     program = jax.make_jaxpr(jax.vmap(pull))(jnp.eye(DERIVATIVES)).jaxpr

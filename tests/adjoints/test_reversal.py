@@ -49,6 +49,7 @@ def value_after(net: Network, learning_rate: jax.Array, theta: Any, key: jax.Arr
     return net.value(trained.params)
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @some_of(
     ("name", "lanes"),
@@ -75,6 +76,7 @@ def final(size: int, optimizer: Any, adjoint: Any) -> jax.Array:
     return jnp.sum(hg.train(loss, start, optimizer, lambda t: t, steps=60, adjoint=adjoint).params ** 2)
 
 
+@pytest.mark.long
 @pytest.mark.of_bits
 @some_of(("size", "isolate"), [(1, False), (8, True), (1, True), (8, False)], (8, True))
 def test_a_few_weights_come_back(size: int, isolate: bool) -> None:
@@ -128,6 +130,7 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     jax.clear_caches()
 
 
+@pytest.mark.long
 def test_a_batch_function_that_changes_is_found_out() -> None:
     certificate = hg.check_reversal(loss, jnp.ones(3), hg.SGD(0.1), changing(), theta=jnp.ones(3), steps=3)
     assert not certificate.exact

@@ -70,6 +70,7 @@ def test_much_room_for_digits_is_told(monkeypatch):
     assert not told
 
 
+@pytest.mark.long
 @some_of("spread", ["one", "by step", "by knots", "by weight"], "by step")
 def test_a_bounded_decay_takes_what_its_lower_end_would(spread, rooms):
     momentum = {
@@ -187,6 +188,7 @@ def mapped(run):
     return jax.lax.map(lambda _: run(), jnp.arange(2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inside", [lambda run: jax.jit(run)(), long(mapped)])
 def test_a_run_inside_of_a_program_of_the_users(inside, monkeypatch, rooms):
     """What it needs cannot be asked: it has what is guessed, and what was traced to ask is not run in its place."""

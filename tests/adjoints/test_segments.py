@@ -64,6 +64,7 @@ def gradients(name: str, adjoint: Any, dtype: Any = jnp.float32) -> list[Any]:
     return jax.tree.leaves(jax.grad(lambda a: value(*a, adjoint, dtype))(arrays))
 
 
+@pytest.mark.long
 @of_bits("where", CUTS, "two levels")
 def test_its_bits_are_those_of_the_whole_run(where: str, by_hand: Any) -> None:
     for x, y in zip(gradients("sgd", by_hand(*CUTS[where])), gradients("sgd", hg.Reversible()), strict=True):
@@ -114,6 +115,7 @@ def test_running_statistics_and_values_per_step_of_theta(by_hand: Any) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.long
 @some_of("level", ["one", "two levels"], "one")
 def test_a_replay_that_ends_elsewhere_is_found(level: str, by_hand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     adjoint, honest = by_hand(*CUTS[level]), segments.forward

@@ -224,6 +224,7 @@ def test_a_diagnosis_finds_it_too(monkeypatch: pytest.MonkeyPatch, forgotten: No
         hg.diagnose(train_fn, lambda w: jnp.sum(w["labels"] ** 2), {"theta": 0.7}, jax.random.key(0))
 
 
+@pytest.mark.long
 def test_symmetric_losses_are_not_accused() -> None:
     loss = of_features(lambda x, theta: jax.nn.silu(theta * x))
     assert hg.check_reversal(loss, inputs()["params"], hg.SGD(0.3, 0.75), BATCHES, theta=0.7, steps=4).exact

@@ -37,6 +37,7 @@ def folder(bases: list[pathlib.Path], tmp_path: pathlib.Path) -> pathlib.Path:
     return shutil.copytree(bases[0], tmp_path / "folder")
 
 
+@pytest.mark.long
 def test_any_damage_ends_in_the_right_history_or_a_name(
     bases: list[pathlib.Path], expected: list[Any], tmp_path: pathlib.Path
 ) -> None:

@@ -97,7 +97,6 @@ LOSSES = {
     ("name", "rule"),
     list(itertools.product(LOSSES, ["SGD", "Adam"])),
     ("defjvps of relu", "Adam"),
-    ("of theta alone", "SGD"),
 )
 def test_each_part_of_a_run_is_differentiated_as_training_computes_it(name: str, rule: str) -> None:
     """Of the parameters, the learning curve and statistics, with one weight each, so that an error in one of them shows."""

@@ -1,11 +1,13 @@
 """Kinds of numbers where others are meant: complex ones where real are, and floats of 8 bits."""
 
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import long, some_of
 from tiny import PARAMS, fails, final, train
 
 import hypergrad as hg
@@ -59,7 +61,7 @@ OF_OTHER_KINDS = {
 }
 
 
-@pytest.mark.parametrize(("name", "linear"), [("means", False), ("means", True), ("signs", False)])
+@pytest.mark.parametrize(("name", "linear"), [long("means", False), ("means", True), ("signs", False)])
 def test_a_transformation_may_return_what_fits(name: str, linear: bool) -> None:
     made = transformed(OF_OTHER_KINDS[name], linear)
     slopes = [jax.grad(lambda r, a=a: final(optimizer=made(r), adjoint=a))(0.1) for a in (hg.Reversible(), hg.Unrolled())]
@@ -78,8 +80,7 @@ X = np.random.default_rng(0).normal(size=(3, 8, 2)).astype(np.float32)
 PULL = jnp.array([300.0, 30.0])  # what comes in is large: scaled to suit float16, most of it was below float8
 
 
-@pytest.mark.parametrize("dtype", EIGHT_BITS)
-@pytest.mark.parametrize("parts", [None, 2])
+@some_of(("parts", "dtype"), list(itertools.product([2, None], EIGHT_BITS)), (2, "float8_e4m3fn"))
 def test_theta_of_eight_bits(dtype: str, parts: int | None) -> None:
     loss = lambda p, c, x: jnp.mean((jnp.tanh(x * p["w"]) * c.astype(jnp.float32) - 0.3) ** 2)  # noqa: E731
 
@@ -91,7 +92,7 @@ def test_theta_of_eight_bits(dtype: str, parts: int | None) -> None:
     np.testing.assert_allclose(ours.astype(np.float32), expected.astype(np.float32), rtol=0.07 if dtype[7] == "4" else 0.13)
 
 
-@pytest.mark.parametrize("dtype", EIGHT_BITS)
+@some_of("dtype", EIGHT_BITS, "float8_e4m3fn")
 def test_a_loss_that_computes_in_eight_bits(dtype: str) -> None:
     """Its derivative is rounded to two or three bits: both roads take the same product, so that they round alike."""
 
@@ -108,7 +109,7 @@ def test_a_loss_that_computes_in_eight_bits(dtype: str) -> None:
         np.testing.assert_allclose(ours[name], expected[name], rtol=1e-4)
 
 
-@pytest.mark.parametrize(("exponent", "mantissa", "unit"), [(4, 3, 1.0), (5, 2, 1.0), (5, 10, 1e-8)])
+@pytest.mark.parametrize(("exponent", "mantissa", "unit"), [long(4, 3, 1.0), (5, 2, 1.0), (5, 10, 1e-8)])
 def test_precision_that_is_reduced_is_as_good_as_a_dtype(exponent: int, mantissa: int, unit: float) -> None:
     """`jax.lax.reduce_precision` stays in float32, and rounds its derivative as a cast would."""
     rounded = {3: "float8_e4m3fn", 2: "float8_e5m2", 10: "float16"}[mantissa]
@@ -130,7 +131,7 @@ def test_precision_that_is_reduced_is_as_good_as_a_dtype(exponent: int, mantissa
         np.testing.assert_allclose(ours, cast, rtol=2e-3, atol=5e-3)
 
 
-@pytest.mark.parametrize("what", ["losses", "metrics"])
+@pytest.mark.parametrize("what", ["losses", long("metrics")])
 def test_a_value_of_eight_bits_is_differentiated(what: str) -> None:
     narrow = lambda w: jnp.sum(w["w"] ** 2).astype("float8_e4m3fn")  # noqa: E731
     given: dict[str, Any] = {
@@ -182,7 +183,7 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize("what", LINEAR)
+@some_of("what", LINEAR, "a transformation that clips what passes back", "an increment through eight bits")
 def test_a_linear_rule_hands_back_what_it_is_given(what: str) -> None:
     """The common factor of all weights comes before what rounds or bends a cotangent, and not after it."""
     loss = lambda p, c, x: jnp.mean((jnp.tanh(x * p["w"]) * c - 0.3) ** 2)  # noqa: E731

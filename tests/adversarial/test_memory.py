@@ -72,7 +72,7 @@ WAYS: dict[str, Callable[[Loss], Any]] = {
 }
 
 
-@some_of("way", WAYS, "hg.optimize", "jax.grad")
+@some_of("way", WAYS, "jax.grad")
 def test_a_new_loss_that_computes_the_same_compiles_nothing_and_is_let_go(way: str, compiled: list[str]) -> None:
     for seed in range(2):  # what is compiled once for all
         WAYS[way](Loss(seed))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from covering import every_value, some_of
+from covering import every_value, long, some_of
 from tiny import fails
 
 import hypergrad as hg
@@ -134,7 +134,7 @@ def test_parameters_in_small_units_warn_with_the_cure() -> None:
     np.testing.assert_allclose(cured, run(1.0)[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("unused", [(2,), (0,)], ids=["two", "none"])
+@pytest.mark.parametrize("unused", [(2,), long((0,))], ids=["two", "none"])
 def test_a_leaf_without_gradient_hides_no_small_run(unused: Any) -> None:
     params = {"used": jnp.zeros(3), "unused": jnp.ones(unused)}
     loss = lambda w, _, b: 1e-10 * jnp.sum((w["used"] - jnp.arange(3)) ** 2)  # noqa: E731
@@ -239,8 +239,11 @@ RESTING: dict[str, Any] = {
 }
 
 
-@some_of("name", RESTING, "Adam b2=0.95", "each weight's own")
-@pytest.mark.parametrize("x64", [False, True])
+@some_of(
+    ("x64", "name"),
+    list(itertools.product([False, True], RESTING)),
+    *((True, "Adam b2=0.95"), (False, "each weight's own")),
+)
 def test_a_weight_whose_gradients_have_ended_rests(name: str, x64: bool) -> None:
     """Rounded down at every word, a mean stays at -1 quantum, and what is divided by its own size moves on for ever.
 

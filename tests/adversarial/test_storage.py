@@ -116,6 +116,7 @@ def test_a_gradient_that_is_none_counts_as_absent(way: str) -> None:
     assert all(_marks.read_gradient(trial) is None for trial in study.trials[:6])
 
 
+@pytest.mark.long
 def test_a_bomb_takes_no_memory() -> None:
     study = study_of(objective)
     text = bomb(200)

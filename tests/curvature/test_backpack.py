@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from covering import some_of
 
 import hypergrad as hg
@@ -64,7 +63,7 @@ def test_quantities_of_the_shape_of_parameters(network: str) -> None:
             assert_close(factor(n) * x, y)
 
 
-@pytest.mark.parametrize("name", ["kflr", "kfra"])
+@some_of("name", ["kflr", "kfra"], "kfra")
 def test_factors_of_dense_layers(name: str) -> None:
     for block, theirs in zip(ours("dense", name)[name], RECORDED["dense"][name], strict=True):
         assert_close(block.b[0], theirs[0])

@@ -33,6 +33,7 @@ def slopes(rule: Any, net: Network, adjoint: Any) -> tuple[dict[str, jax.Array],
     return h, jax.jit(jax.grad(lambda h: end(h, rule, net, adjoint)))(h)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rule", "network"), [(hg.DiagonalGGN, dense), long(hg.DiagonalGGNMC, convolution)])
 def test_hypergradients_are_those_of_the_unrolled_run(rule: Any, network: Any) -> None:
     (h, found), (_, unrolled) = (slopes(rule, network(), adjoint) for adjoint in (hg.Reversible(), hg.Unrolled()))

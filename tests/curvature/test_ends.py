@@ -59,14 +59,11 @@ ENDS: dict[str, tuple[Any, str | None]] = {
     "name",
     ENDS,
     "plain",
-    "jitted",
     "rows",
-    "half",
     "sigmoid",
     "another axis",
     "masked",
     "classes along two axes",
-    "targets broadcast",
     "two",
 )
 def test_ends(name: str) -> None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import long
 
 import hypergrad as hg
 from hypergrad.curvature import Operator, quantities
@@ -97,7 +98,7 @@ def test_rounding_near_a_minimum_is_no_sum() -> None:
     assert jnp.isfinite(quantities(squared, w, None, (x, y), "variance")["variance"]).all()
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [long(jnp.bfloat16), jnp.float16])
 def test_rounding_to_16_bits_is_no_sum(dtype: Any) -> None:
     squared = lambda w, theta, b: jnp.mean((b[0] @ w - b[1]) ** 2)  # noqa: E731
     for seed in range(20):
@@ -109,7 +110,7 @@ def test_rounding_to_16_bits_is_no_sum(dtype: Any) -> None:
             check_mean(lambda *args: 1.1 ** len(args[2][0]) * squared(*args), w, None, (x, y), [])
 
 
-@pytest.mark.parametrize("dtype", [jnp.bool_, jnp.uint8, jnp.int32])
+@pytest.mark.parametrize("dtype", [jnp.bool_, jnp.uint8, long(jnp.int32)])
 def test_targets_that_count_are_numbers(dtype: Any) -> None:
     declared = lambda w, theta, b: jnp.mean(hg.curvature.likelihood("sigmoid_cross_entropy", b[0] @ w, b[1]))  # noqa: E731
     targets = jnp.stack([Y, 1 - Y], 1)

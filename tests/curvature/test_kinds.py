@@ -235,9 +235,14 @@ def test_a_diagonal_of_few_bits_counts_all_positions(dtype: Any) -> None:
     assert {name: float(value[0, 0, 0]) for name, value in found.items()} == dict.fromkeys(found, 1200.0)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
-    ("kind", "outputs"), [(SOFTMAX, [0.0, 5.0, 7.0]), (SIGMOID, [-7.0, 6.0])], ids=["softmax", "sigmoid"]
+    ("kind", "outputs", "dtype"),
+    [
+        long(SOFTMAX, [0.0, 5.0, 7.0], jnp.bfloat16, id="softmax-bfloat16"),
+        pytest.param(SOFTMAX, [0.0, 5.0, 7.0], jnp.float16, id="softmax-float16"),
+        pytest.param(SIGMOID, [-7.0, 6.0], jnp.bfloat16, id="sigmoid-bfloat16"),
+        long(SIGMOID, [-7.0, 6.0], jnp.float16, id="sigmoid-float16"),
+    ],
 )
 def test_rare_labels_are_drawn_as_often_in_few_bits(kind: Any, outputs: list[float], dtype: Any) -> None:
     """Of 16 bits, noise has too few levels: a class of 8e-4 was never drawn, or eight times as often."""

@@ -137,7 +137,7 @@ def test_kernels_with_outputs_first_are_those_with_outputs_last() -> None:
     np.testing.assert_allclose(jnp.transpose(ends[1], (2, 3, 1, 0)), ends[0], rtol=1e-9)
 
 
-@pytest.mark.parametrize(("net", "leaf"), [(attention, "places"), (functools.partial(kernels, "first"), "k")])
+@pytest.mark.parametrize(("net", "leaf"), [long(attention, "places"), (functools.partial(kernels, "first"), "k")])
 def test_what_has_no_factors_is_told(net: Any, leaf: str) -> None:
     net = net()
     cure = "Give that leaf another rule by hg.partition"

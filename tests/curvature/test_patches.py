@@ -58,7 +58,7 @@ MANY_ROWS = {
 }
 
 
-@some_of("name", MANY_ROWS, "frames", "twins")
+@some_of("name", MANY_ROWS, "frames")
 def test_an_example_may_be_several_rows_of_a_convolution(name: str) -> None:
     keys = jax.random.split(jax.random.key(0), 4)
     x, k, v = (jax.random.normal(key, s) for key, s in zip(keys, ((4, 3, 5, 2), (3, 2, 3), (3, 2)), strict=False))

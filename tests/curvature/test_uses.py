@@ -75,7 +75,7 @@ def network(name: str) -> Network:
     return Network(model, declared if name == "ensemble" else end, params, {"x": jnp.asarray(X), "y": jnp.asarray(Y)})
 
 
-@pytest.mark.parametrize("name", MODELS)
+@some_of("name", MODELS, "registered", "complex", "no entries")
 def test_squares_of_weights_that_no_layer_reads_entry_by_entry(name: str) -> None:
     with jax.enable_x64(True):
         net = network(name)

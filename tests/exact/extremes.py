@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import long
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -116,6 +117,12 @@ def cases() -> list[Any]:
         for d in DENOMINATORS
         if not (buffer == HEADS and wide and d > 2**16)
     ]
+
+
+def cases_of(buffer: Buffer, *short: str) -> list[Any]:
+    """Those of one buffer, of which the short form has those of these names."""
+    own = [case for case in cases() if case.values[0] == buffer]
+    return [case if case.id in short else long(*case.values, id=case.id) for case in own]
 
 
 def has_scale(buffer: Buffer) -> bool:

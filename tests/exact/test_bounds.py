@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import every_value
+from covering import every_value, some_of
 from extremes import BUFFERS, DENOMINATORS, SMALLEST, STEPS, numerators, schedule, tables
 from hypothesis import strategies as st
 
@@ -38,7 +38,7 @@ def rows(d: int) -> st.SearchStrategy[np.ndarray]:
     return tables(numerators(d), STEPS).map(lambda n: n[:, 0])
 
 
-@pytest.mark.parametrize("d", DENOMINATORS)
+@some_of("d", DENOMINATORS, 2**12, 2**16)
 @hypothesis.given(data=st.data())
 def test_schedule_is_words_needed_and_no_head_reaches_2_to_the_32(d, data):
     n = data.draw(rows(d))
@@ -75,7 +75,7 @@ from_mark = jax.jit(lambda buffer, n, d, mark: buffer.schedule(n, d, mark), stat
 WITHOUT: dict[Any, Any] = {HEADS: {"step": None}, DEFERRED: {}}  # of those, steps are counted anew
 
 
-@pytest.mark.parametrize("d", DENOMINATORS)
+@some_of("d", DENOMINATORS, 2**12, 2**16)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=60)
 def test_scales_stay_between_1_and_2_to_the_16_and_words_are_those_of_theory(d, data):

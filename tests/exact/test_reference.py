@@ -11,7 +11,7 @@ from extremes import (
     LARGEST,
     STEPS,
     VALUES,
-    cases,
+    cases_of,
     entry_of,
     extremes,
     fixed,
@@ -30,7 +30,7 @@ from hypergrad.exact import DEFERRED, DEFERRED_REFERENCE, HEADS, REFERENCE, Fixe
 pytestmark = pytest.mark.of_bits
 
 
-@pytest.mark.parametrize(("buffer", "wide", "d"), [case for case in cases() if case.values[0] == HEADS])
+@pytest.mark.parametrize(("buffer", "wide", "d"), cases_of(HEADS, "heads, one limb, 2^24", "heads, wide, 2^16"))
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=20)
 def test_a_head_is_one_integer_until_the_first_spill(buffer, wide, d, data):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import every_value
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -31,8 +32,7 @@ def exact(x: np.ndarray) -> list[Fraction]:
     return [sum(map(Fraction, column.tolist())) / len(x) for column in x.astype(np.float64).T]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("terms", [1, 2, 3, 16])
+@every_value("terms, dtype", [1, 2, 3, 16], [np.float32, np.float64])
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=30)
 def test_order_does_not_matter_and_the_mean_is_right(dtype: Any, terms: int, data: st.DataObject) -> None:

@@ -18,6 +18,7 @@ def test_rules_of_matrices_are_those_of_their_references(name):
     assert apart(references.REFERENCES[name]) < 1e-3
 
 
+@pytest.mark.long
 def test_a_reference_at_another_rate_is_another():
     lie = references.of_matrices(hg.Muon(0.002), lambda r: reference_rules.nesterov_muon(0.006, r(0.95)))
     assert apart(lie) > 1e-2

@@ -130,7 +130,7 @@ def test_blank_data_has_its_derivative(dtype: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*too small for its fixed-point grid")
-@pytest.mark.parametrize("rule", [hg.Adam(1e-3), hg.AdamW(1e-3)], ids=["Adam", "AdamW"])
+@pytest.mark.parametrize("rule", [hg.Adam(1e-3), long(hg.AdamW(1e-3))], ids=["Adam", "AdamW"])
 def test_small_gradients_have_a_square_from_the_first_steps(rule: Any) -> None:
     """1e-8, of which s gets 1e-19: on a low limb of 32 bits, quanta that wait for a slow decay would drop it."""
     slope, steps = jnp.asarray([1e-8, -3e-8, 1e-6]), 20

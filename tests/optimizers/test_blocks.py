@@ -56,6 +56,7 @@ def assert_agree(optimizer: Any, function: Any = loss, tolerance: float = 1e-9, 
 MATRICES = {"b": "rest", "k": "matrix", "w": "matrix"}
 
 
+@pytest.mark.long
 @of_bits("name", BRANCHING, "odd")
 def test_a_rule_may_tell_leaves_apart(name: str) -> None:
     assert_agree(BRANCHING[name]())

@@ -215,7 +215,7 @@ def test_such_a_sum_keeps_the_contract() -> None:
 
 
 @pytest.mark.of_bits
-@some_of("optimizer", [hg.Adam, hg.RMSProp, hg.SGD], hg.Adam)
+@some_of("optimizer", [hg.Adam, hg.RMSProp, hg.SGD], hg.SGD)
 def test_what_one_direction_knows_and_the_other_does_not(optimizer: Any) -> None:
     """A program that is differentiated is two, and only one of them has the decays as constants."""
 

@@ -220,8 +220,8 @@ def test_what_belongs_to_a_leaf_is_not_one_for_each_weight(make: Any, name: str)
     ("start", "increment", "same"),
     [
         (lambda w: 2, lambda h, z, g: -jnp.sign(g).astype(int), (2.0, lambda g: -np.sign(g))),
-        (lambda w: 0.5, lambda h, z, g: 1, (0.5, lambda g: 1.0)),
-        (lambda w: jnp.ones(w.shape, int), lambda h, z, g: g > 0, (1.0, lambda g: float(g > 0))),
+        long(lambda w: 0.5, lambda h, z, g: 1, (0.5, lambda g: 1.0)),
+        long(lambda w: jnp.ones(w.shape, int), lambda h, z, g: g > 0, (1.0, lambda g: float(g > 0))),
     ],
     ids=["signs", "numbers", "comparisons"],
 )

@@ -51,7 +51,7 @@ RULES = {
 }
 
 
-@some_of("name", RULES, "ScheduleFreeAdamW", "LAMB", "Muon")
+@some_of("name", RULES, "Muon")
 def test_a_rule_is_that_of_optax(name: str) -> None:
     ours, theirs = RULES[name]
     run = hg.train(loss, params(), ours, batches(), steps=150)

@@ -81,7 +81,7 @@ def test_the_derivative_is_that_of_differences_also_at_ties_and_zeros(name: str,
     np.testing.assert_allclose(ahead, differences(f, a, along), atol=1e-6 * np.abs(ahead).max())
 
 
-@pytest.mark.parametrize("name", MATRICES)
+@some_of("name", MATRICES, "positive", "two equal", "zero")
 def test_both_modes_agree_and_are_finite(name: str) -> None:
     a, e = ridged(jnp.asarray(MATRICES[name])), jnp.asarray(0.25)
     seed, along = jnp.asarray(positive(4, seed=2)), (jnp.asarray(positive(4, seed=3)), jnp.asarray(0.7))
@@ -105,7 +105,7 @@ def test_the_iteration_has_the_derivative_of_the_root() -> None:
     np.testing.assert_allclose(by_steps, by_eigenvalues, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", MATRICES)
+@some_of("name", MATRICES, "positive", "two equal", "zero")
 def test_a_ridge_is_the_same_as_in_the_matrix(name: str) -> None:
     a, e, r = jnp.asarray(MATRICES[name]), jnp.asarray(0.3), jnp.asarray(1e-3)
     inside = lambda a, e, r: inverse_power(a + r * jnp.eye(4), e)  # noqa: E731

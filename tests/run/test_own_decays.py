@@ -52,6 +52,7 @@ def test_a_wide_leaf_beside_a_narrow_one_decays_as_alone() -> None:
         np.testing.assert_array_equal(beside, trained({"b": wide}, rule)["b"])
 
 
+@pytest.mark.long
 def test_a_decay_that_prepare_makes_is_that_of_its_own_leaf() -> None:
     both = trained({"a": LEAF, "b": LEAF}, hg.AdamW(0.03, weight_decay={"a": 0.0, "b": 0.5}))
     for name, weight_decay in (("a", 0.0), ("b", 0.5)):

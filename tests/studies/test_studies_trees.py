@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import optuna
 import pytest
+from covering import some_of
 from optuna.trial import TrialState
 
 import hypergrad as hg
@@ -219,7 +220,7 @@ def diverging(trial):
     return float(hg.train(bowl, {"w": jnp.ones(2)}, hg.SGD(rate, 0.9), hg.full_batch(jnp.zeros(2)), steps=3).losses[-1])
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@some_of("compiled", [False, True], True)
 def test_training_that_fails_is_pruned(compiled):
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     study.enqueue_trial({"rate": 0.5})

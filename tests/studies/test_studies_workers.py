@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optuna
 import pytest
+from covering import some_of
 from optuna.trial import TrialState
 
 import hypergrad as hg
@@ -94,7 +95,7 @@ def lived_through(seed, trials, deaths):
     return workers[0].study.trials, logged, died
 
 
-@pytest.mark.parametrize("seed", range(4))
+@some_of("seed", range(4), 0)
 def test_workers_that_die_lose_nothing(seed):
     trials, logged, died = lived_through(seed, trials=40, deaths=8)
     found = kill_workers.verdict(trials, logged)
@@ -141,7 +142,11 @@ def test_the_dashboard_reads_the_study(finished):
     assert [trial["values"] for trial in trials] == values
 
 
-@pytest.mark.parametrize("plot", ["plot_optimization_history", "plot_parallel_coordinate", "plot_slice", "plot_edf"])
+@some_of(
+    "plot",
+    [f"plot_{x}" for x in ("optimization_history", "parallel_coordinate", "slice", "edf")],
+    "plot_optimization_history",
+)
 def test_optuna_draws_the_study(finished, plot):
     study = optuna.load_study(study_name="s", storage=finished)
     with warnings.catch_warnings():
@@ -157,6 +162,7 @@ def test_a_chain_step_of_many_parameters_is_one_chain():
     assert len(medians) == 3 and min(medians.values()) > 0
 
 
+@pytest.mark.long
 def test_the_script_before_and_after_two_lines():
     found = optuna_quickstart.main(optuna_quickstart.Config(trials=6, steps=4))
     assert [len(curve) for curve in found.values()] == [6, 6] and np.isfinite(found["after"]).all()
