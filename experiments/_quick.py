@@ -1,6 +1,7 @@
 """Programs that take longer to compile than to run: options of XLA:CPU for them, and one context of MLIR for many."""
 
 import functools
+import os
 from collections.abc import Callable
 
 import jax
@@ -13,6 +14,11 @@ IN_ONE_PART = {"xla_cpu_parallel_codegen_split_count": 1} | (
 )
 # Code that is not made fast: half of the time, and less.
 OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True} | IN_ONE_PART
+
+
+def whole_process() -> None:
+    """All programs of this process are compiled so: before the first one, when XLA reads its flags."""
+    os.environ["XLA_FLAGS"] = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
 
 
 def lower_in_one_context() -> Callable[[], None]:

@@ -163,8 +163,8 @@ def table(done: list[Done]) -> str:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    if arguments.part == "quick":  # read by XLA when the first program is compiled
-        os.environ["XLA_FLAGS"] = " ".join(f"--{name}={str(value).lower()}" for name, value in _quick.OPTIONS.items())
+    if arguments.part == "quick":
+        _quick.whole_process()
     forget_context = _quick.lower_in_one_context()
     gc.set_threshold(100_000, 50, 100)  # tracing makes many objects that live for a while: a tenth of the time
     done: list[Done] = []
