@@ -45,7 +45,6 @@ def forgotten() -> Iterator[None]:
     jax.clear_caches()
 
 
-@pytest.mark.long
 def test_a_lie_is_caught(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
     """J u for J^T u, where a derivative rule bends the gradient."""
     seed = 2162

@@ -27,7 +27,6 @@ def test_the_zoo_is_as_large_as_it_says() -> None:
     assert sum(entry.own_rule for entry in entries.values()) >= 20
 
 
-@pytest.mark.long
 @some_of("i", range(len(GROUPS)), *SHORT, ids=lambda i: f"{GROUPS[i][0].name} and {len(GROUPS[i]) - 1} more")
 def test_losses_of_the_zoo(i: int) -> None:
     group, rule = GROUPS[i], RULES[i % len(RULES)]
