@@ -34,11 +34,16 @@ def entries_here(x: Any) -> int:
     return int(x.size) if sharding is None else math.prod(sharding.shard_shape(x.shape))
 
 
-def may_be_divided(x: Any) -> bool:
-    """Whether the entries of an array are on several devices: for certain, or, of a traced one, perhaps."""
+def may_be_divided(x: Any, elsewhere: bool = False) -> bool:
+    """Whether the entries of an array are on several devices: for certain, or, of a traced one, perhaps. elsewhere: or may
+    be so where the same is computed on other devices: the answer does not depend on how many there are here."""
     sharding = sharding_of(x)
+    if sharding is not None and not sharding.is_fully_replicated:
+        return True
+    if elsewhere:
+        return int(x.size) > FEW
     if sharding is not None:
-        return not sharding.is_fully_replicated
+        return False
     if not isinstance(x, jax.core.Tracer) or jax.device_count() == 1:
         return False
     return mesh_in_force() is not None or x.size > FEW

@@ -129,7 +129,7 @@ def _laid_out(problem: Problem, adjoint: Adjoint) -> LaidOut:
     """All that moves, running statistics after the parameters."""
     options: Any = {"unbounded": adjoint.buffer == "gmpy2"}
     steps, bits = problem.steps, adjoint.fraction_bits
-    late: Any = {"begin": adjoint.begins_at(steps), "past": problem.past}
+    late: Any = {"begin": adjoint.begins_at(steps), "past": problem.past, "elsewhere": problem.microbatches is not None}
     out = lay_out(problem.optimizer, problem.params, steps, problem.state, bits, **options, **late)
     return out if problem.statistics is None else with_statistics(out, problem.statistics, steps, bits, **options)
 

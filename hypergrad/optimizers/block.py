@@ -134,22 +134,25 @@ def split_vectors(arrays: list[Array], shapes: tuple[tuple[tuple[int, ...], ...]
     return [[x] if own is None else split(x, own) for x, own in zip(arrays, shapes, strict=True)]
 
 
-def groups(stacks: list[Stack], fields: list[list[dict[str, Field]]], leaves: list[Array]) -> list[tuple[int, ...]]:
+def groups(
+    stacks: list[Stack], fields: list[list[dict[str, Field]]], leaves: list[Array], elsewhere: bool
+) -> list[tuple[int, ...]]:
     """Which leaves lie side by side: small ones of one dtype that share the rule and every hyperparameter, where it works
-    entry by entry, and that are not divided over devices: side by side, each device would have all of them."""
+    entry by entry, and that are not divided over devices: side by side, each device would have all of them. elsewhere:
+    whether it is to be the same on any number of devices, as what all leaves share is then added in one order."""
     total = sum(x.size for x in leaves)
     found: dict[Hashable, list[int]] = {}
     for i, (stack, own, x) in enumerate(zip(stacks, fields, leaves, strict=True)):
-        alone = not stack.entrywise or x.size > LARGE * total or may_be_divided(x)
+        alone = not stack.entrywise or x.size > LARGE * total or may_be_divided(x, elsewhere)
         values = [shared_value(field.values[i]) for layer in own for field in layer.values()]
         key = (i if alone else None, x.dtype, tuple(layer.path for layer in stack.layers), *values)
         found.setdefault(key, []).append(i)
     return list(map(tuple, found.values()))
 
 
-def keeps_shape(own: tuple[int, ...], leaves: Sequence[Any]) -> bool:
+def keeps_shape(own: tuple[int, ...], leaves: Sequence[Any], elsewhere: bool) -> bool:
     """Whether a block that might be a vector is none: an array divided along its second axis would be on every device."""
-    return len(own) == 1 and may_be_divided(leaves[own[0]])
+    return len(own) == 1 and may_be_divided(leaves[own[0]], elsewhere)
 
 
 def block(

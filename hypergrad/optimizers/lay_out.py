@@ -56,11 +56,13 @@ def lay_out(
     on_grid: bool = True,
     begin: int = 0,
     past: Past | None = None,
+    elsewhere: bool = False,
 ) -> LaidOut:
     """state: as `hg.train` takes it. fraction_bits: of the grid of the parameters; None: by their dtypes. unbounded: whether
     lost digits go to arbitrary-precision integers. on_grid: whether a run begins with the state, so that rules `begin`; else
     a loop in floats goes on, which needs none of `Optimizer.bounds` against the rounding of a grid. begin: the step
-    that the derivative begins with. past: what held before the step from which the optimizer does."""
+    that the derivative begins with. past: what held before the step from which the optimizer does.
+    elsewhere: whether the run is to have the same bits on any number of devices."""
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
     layers = layers_of(optimizer, params)
     for layer in layers:
@@ -69,8 +71,8 @@ def lay_out(
     stacks = stacks_of(layers, len(leaves))
     fields = {layer.path: fields_of(layer, params, weights_of(layer, state)) for layer in layers}
     of_leaf = [[fields[layer.path] for layer in stack.layers] for stack in stacks]
-    lying = groups(stacks, of_leaf, list(leaves))
-    in_vectors = [stacks[own[0]].entrywise and not keeps_shape(own, leaves) for own in lying]
+    lying = groups(stacks, of_leaf, list(leaves), elsewhere)
+    in_vectors = [stacks[own[0]].entrywise and not keeps_shape(own, leaves, elsewhere) for own in lying]
     side_by_side = lambda b, parts: _joined(in_vectors[b], parts)  # noqa: E731
     values = initial_values(stacks, layers, lying, params, state, side_by_side)
     blocks, h, alike, per_step = [], [], [], []

@@ -98,10 +98,10 @@ class Microbatches:
         if self.devices == 1:
             return own(shared, batch, unit)
         whole, divided = PartitionSpec(), PartitionSpec(self.axis)
-        names = frozenset((self.axis,) if isinstance(self.axis, str) else self.axis or ())
         specs = whole, [divided if x.ndim else whole for x in batch], whole
-        options: Any = {"axis_names": names, "check_vma": False}
-        return jax.shard_map(own, mesh=self.mesh, in_specs=specs, out_specs=whole, **options)(shared, batch, unit)
+        # Along all axes, those that divide nothing too: beside an axis that is left to the compiler JAX marks each result
+        # with its sharding; XLA then orders the operands of a product otherwise than on one device, and rounds otherwise.
+        return jax.shard_map(own, mesh=self.mesh, in_specs=specs, out_specs=whole, check_vma=False)(shared, batch, unit)
 
     def _own(self, function: Any, made: Made, shared: Any, batch: list[Any], unit: Array) -> list[Array]:
         """What one device does, and what it hears of the others.

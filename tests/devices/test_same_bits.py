@@ -39,6 +39,33 @@ def test_any_number_of_devices(runs: list[Any]) -> None:
         assert len(set(bits)) == 1 if microbatches else len(set(bits)) == len(bits), bits
 
 
+OF_SIZES = """
+mesh = Mesh(np.array(jax.devices()).reshape(-1, 1), ("data", "model"))
+W = {"layer": X[0, :, :4].reshape(8, 16) / 2, "rest": [rng.normal(size=5000).astype(np.float32) for _ in range(REST)]}
+
+def curved(w, theta, batch):
+    y = batch @ w["layer"]
+    y = 0.5 * y * (1.0 + jnp.tanh(0.8 * (y + 0.04 * y**3)))  # constants on the left: XLA takes them to the right
+    return jnp.mean((y - 1.0) ** 2) + sum(jnp.mean(jnp.cos(x)) for x in w["rest"])
+
+def f(rate, w, data):
+    done = hg.train(curved, w, hg.SGD(rate, 0.5), hg.stacked(data), microbatches=hg.Microbatches(4, "data", mesh))
+    return jnp.mean(done.losses), done.params
+
+with jax.set_mesh(mesh):
+    data, w = put(X.reshape(25, 32, 8)[:3], mesh, P(None, "data")), put(W, mesh, P())
+    print("bits", bits(jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(jnp.float32(1.0), w, data)))
+"""
+
+
+@pytest.mark.of_bits
+@pytest.mark.parametrize("rest", [0, long(9)])
+def test_leaves_of_any_size_on_a_mesh_of_two_axes(rest: int) -> None:
+    """What all leaves share is added in one order, however they lie; each part is the program that one device compiles."""
+    program = f"REST = {rest}\n{OF_SIZES}"
+    assert len({on_devices(program, count).splitlines()[-1] for count in (1, 2)}) == 1
+
+
 OF_PROCESSES = """
 mesh = mesh_of(jax.device_count())
 data, w = put((X, Y), mesh, P(None, "data")), put(START, mesh, P())
