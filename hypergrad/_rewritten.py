@@ -21,7 +21,9 @@ def rewritten(jaxpr: Jaxpr, replace: Replace) -> Jaxpr:
 
 
 def _equation(e: Any, jaxpr: Jaxpr, replace: Replace) -> Any:
-    if (other := replace(e, jaxpr)) is not None:
+    with e.ctx.manager:  # what stands for it is of the mesh that it is of, whichever is in force now
+        other = replace(e, jaxpr)
+    if other is not None:
         return other
     found = [_inside(x, replace) for x in e.params.values()]
     return e if _same(found, e.params.values()) else e.replace(params=dict(zip(e.params, found, strict=True)))
