@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 import hypergrad as hg
-from experiments import _judge, _quick
+from experiments import _judge, _quick, _seeds
 from experiments._case_roads import ADJOINTS
 from experiments._cases import Drawn, draw
 from experiments._judge import Verdict
@@ -142,15 +142,9 @@ def run(drawn: Drawn, careful: bool = False) -> Done:
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[Drawn]:
-    if arguments.only:
-        yield from map(draw, arguments.only)
-        return
-    end, seed = time.perf_counter() + 60 * arguments.minutes, arguments.first
-    while seed < arguments.first + arguments.cases if arguments.cases else time.perf_counter() < end:
-        drawn = draw(seed)
-        if arguments.part is None or drawn.quick == (arguments.part == "quick"):
+    for drawn in map(draw, _seeds.seeds(arguments)):
+        if arguments.only or arguments.part is None or drawn.quick == (arguments.part == "quick"):
             yield drawn
-        seed += 1
 
 
 def table(done: list[Done]) -> str:
@@ -193,10 +187,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=15.0)
-    parser.add_argument("--cases", type=int, help="so many, however long they take")
-    parser.add_argument("--first", type=int, default=0, metavar="SEED")
-    parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="these alone, with their sources")
+    _seeds.add_arguments(parser, 15.0)
     parser.add_argument("--part", choices=["quick", "full"], help="only the cases that are compiled so")
     parser.add_argument("--careful", action="store_true", help="compile everything as users do, the oracle too")
     parser.add_argument("--log", metavar="FILE", help="a line of JSON for each case is added to it")
