@@ -39,13 +39,15 @@ from hypergrad._record_files import (
     opened,
     outcome_of,
     read_arrays,
+    recorded,
     run_of,
     train_and_keep,
     train_on,
 )
-from hypergrad._record_prints import compare, prints_of, reject_changes
-from hypergrad._record_resume import taken_over
+from hypergrad._record_prints import compare, print_of_batches, prints_of, reject_changes
+from hypergrad._record_resume import sizes_so_far, taken_over
 from hypergrad._record_states import file_of
+from hypergrad._report import warn
 from hypergrad._safe_files import unsealed
 from hypergrad._scalar import real_scalar
 from hypergrad._settings import own_settings
@@ -105,7 +107,7 @@ def record(
     given = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, given)  # the caller's may change
     made = Made(loss, batches, steps, given, microbatches)
     path = pathlib.Path(folder).absolute()  # wherever the process goes
-    if not (path / NAME).exists():
+    if not recorded(path):
         train_and_keep(made, path, states_budget)
     return Record(made, path)
 
@@ -119,6 +121,7 @@ class Record:
         run, inputs = self._run, self._inputs
         about = opened(folder / NAME, LIMIT, unsealed)
         self._prints = here = prints_of(run, inputs)
+        self._of_batches = print_of_batches(made.batches)
         there, name = about.get("prints"), about.get("words")
         known = about.get("format") == FORMAT and isinstance(there, dict) and there.keys() == here.keys()
         if not known or not re.fullmatch("words-[0-9a-f]+", str(name)):
@@ -132,6 +135,7 @@ class Record:
             self._words = DiskWords.of_before(folder / str(name), buffers_of(run, first))
             end = self._end
             self._outcome = outcome_of(run, inputs, self._plan, end.state, end.losses, end.noted)
+        warn(self._outcome.status)
         self._trained = put_together(run, self._about, self._outcome, run.steps, made.given["state"], jnp.bool_(True))
 
     @property
@@ -182,8 +186,8 @@ class Record:
 
         steps: in all; None: as before. What came before `step` is taken as it was: losses, and hyperparameters that held
         there (weights of averages that are made of them, as Schedule-Free's, to rounding). Raises ValueError where the
-        decays of the steps before are others (states are in their units), and where `loss` is not given and what was
-        recorded has changed since the record was opened.
+        decays of the steps before are others (states are in their units), and where what was recorded has changed since the
+        record was opened: loss and batches, or with another `loss` the batches, if they are not given either.
         """
         if unknown := sorted(set(given) - {"optimizer", "theta"}):
             raise TypeError(f"`resume` takes loss, batches, steps, optimizer and theta; got {', '.join(unknown)}.")
@@ -199,18 +203,21 @@ class Record:
         )
         run, inputs, about = made.set_up(Reversible(driver="scan"))
         check_concrete("Record.resume", inputs, _GO_ON)
-        if loss is None:  # else nobody asks for the loss that was recorded
+        if loss is None:
             self._check_unchanged()
+        elif batches is None:  # nobody asks for the loss that was recorded
+            reject_changes(self.folder, self._of_batches, print_of_batches(before.batches), run.x64 == self._run.x64)
         state = self._state(step)
         with own_settings():
             plan, first, _ = begin(run, inputs)
             state = taken_over(run, inputs, first, (self._run, self._inputs), state, step)
-            losses = self._end.losses[:step]
+            losses, sizes = self._end.losses[:step], sizes_so_far(run, self._run, self._end.noted)
             if length := run.steps - step:
-                state, late = run.segment(train_on, inputs, plan, state, jnp.int32(step), static=(length,))
-                losses = jnp.concatenate([losses, late])
-            outcome = outcome_of(run, inputs, plan, state, losses, note(run, losses, None, 0))
+                state, late, of_late = run.segment(train_on, inputs, plan, state, jnp.int32(step), static=(length,))
+                losses, sizes = jnp.concatenate([losses, late]), jnp.maximum(sizes if step else 0, of_late)
+            outcome = outcome_of(run, inputs, plan, state, losses, note(run, losses, sizes[None], 0))
         check_ok(outcome)
+        warn(outcome.status)
         return put_together(run, about, outcome, run.steps, made.given["state"], jnp.bool_(True))
 
     def _check_unchanged(self) -> None:

@@ -31,12 +31,13 @@ from hypergrad.run.step import initial_state
 _MACHINE = ("jax", "processor", "flags")
 PRINTED = {
     "steps": "the numbers of `steps`",
-    "params": "`params`, `state` or `statistics`",
+    "params": "`params`, `state` or `statistics`, or which small leaves are divided over devices,",
     "optimizer": "the hyperparameters of `optimizer`",
     "theta": "the values of `theta`",
     "data": "the arrays of `batches` or of `loss`",
     "program": "what `loss`, `batches` or `optimizer` compute",
 }
+_ALONE = {"batches": "what `batches` compute, or their arrays,"}
 
 
 def compare(folder: pathlib.Path, there: dict[str, str], here: dict[str, str]) -> None:
@@ -67,7 +68,7 @@ def compare(folder: pathlib.Path, there: dict[str, str], here: dict[str, str]) -
 
 def reject_changes(folder: pathlib.Path, there: dict[str, str], here: dict[str, str], same_floats: bool) -> None:
     """Raise where what an open record is of computes something else than when it was opened."""
-    changed = [what for name, what in PRINTED.items() if here[name] != there[name]]
+    changed = [what for name, what in (PRINTED | _ALONE).items() if name in here and here[name] != there[name]]
     if changed:
         other = "a global, an attribute or an array that they read" if same_floats else "jax_enable_x64"
         raise ValueError(
@@ -87,6 +88,12 @@ def prints_of(run: Run, inputs: Inputs) -> dict[str, str]:
         "processor": f"{jax.devices()[0].device_kind}, {platform.machine()}, {_processor()}",
         "flags": os.environ.get("XLA_FLAGS", ""),
     }
+
+
+def print_of_batches(batches: Any) -> dict[str, str]:
+    """What makes them what they are, without the loss that sees them."""
+    program = jax.make_jaxpr(lambda t: batches(t))(jax.ShapeDtypeStruct((), np.int32))  # JAX knows `batches` as it was
+    return {"batches": print_of_program(program.jaxpr, program.consts)}
 
 
 def _digest(tree: Any) -> str:

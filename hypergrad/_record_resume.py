@@ -6,10 +6,13 @@ Invariant: what is taken over has the integers of the recorded run, in units tha
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from hypergrad.run.by_leaf import by_leaf, decays_of, laid_out, links_of
 from hypergrad.run.spec import Inputs, Run
+from hypergrad.run.status import Noted
 from hypergrad.run.step import State
 
 
@@ -31,6 +34,13 @@ def taken_over(run: Run, inputs: Inputs, first: State, before: tuple[Run, Inputs
                 "state is; change them from there on, by hg.PerStep."
             )
     return state
+
+
+def sizes_so_far(run: Run, before: Run, noted: Noted) -> Array:
+    """`noted.sizes` of the run before, for the blocks of the other: of each at least what its leaves had."""
+    assert noted.sizes is not None
+    of_leaf = {leaf: size for block, size in zip(before.of_parameters, noted.sizes, strict=True) for leaf in block.leaves}
+    return jnp.stack([jnp.stack([of_leaf[leaf] for leaf in block.leaves]).max() for block in run.of_parameters])
 
 
 def _shapes(state: State) -> Any:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import long, some_of
+from covering import long
 from tiny import BATCHES, PARAMS, SGD, fails, loss
 
 import hypergrad as hg
@@ -57,6 +57,43 @@ def test_sums_over_steps_have_what_held_before(name: str, tmp_path: pathlib.Path
             np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
+BESIDE = {**TWO, "rest": jnp.ones((8, 8))}  # a and b are small: where they share all they lie side by side
+APART: dict[str, tuple[Any, Any]] = {
+    "rates of averages": (schedule_free, {"a": 0.01, "b": 0.02, "rest": 0.01}),
+    "decays": (lambda rate: hg.AdamW(rate, weight_decay=0.1), {"a": 0.01, "b": 0.02, "rest": 0.01}),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_leaves_that_share_all_from_there_on_and_not_before(name: str, tmp_path: pathlib.Path) -> None:
+    rule, before = APART[name]
+    batches = hg.stacked(jnp.linspace(-1.0, 1.0, STEPS))
+    loss = lambda w, theta, x: of_two(w, theta, x) + jnp.sum((w["rest"] - x) ** 2)  # noqa: E731
+    record = hg.record(loss, BESIDE, rule(before), batches, folder=tmp_path)
+    whole = rule({key: changed(x, 0.05) for key, x in before.items()})
+    expected, found = hg.train(loss, BESIDE, whole, batches), record.resume(GONE, optimizer=rule(0.05))
+    for x, y in zip(*map(jax.tree.leaves, (found.params, expected.params)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def test_a_record_of_a_run_too_small_for_its_grid_warns_as_training_does(tmp_path: pathlib.Path) -> None:
+    given = {"loss": lambda *a: 1e-9 * loss(*a), "params": PARAMS, "optimizer": SGD, "batches": BATCHES, "steps": 8}
+    small = "too small for its fixed-point grid"
+    with pytest.warns(UserWarning, match=small):
+        hg.train(**given)
+    with pytest.warns(UserWarning, match=small):
+        record = hg.record(**given, folder=tmp_path)
+    for step in (0, 4, 8):
+        with pytest.warns(UserWarning, match=small):
+            assert record.resume(step).status.small == record.trained.status.small
+
+
+def test_nor_does_one_warn_that_is_resumed_where_all_is_learned(tmp_path: pathlib.Path) -> None:
+    """Warnings are errors here: gradients of the last steps are of a few quanta, those of the run are not."""
+    record = hg.record(loss, PARAMS, hg.SGD(0.5, 0.3), BATCHES, steps=64, folder=tmp_path)
+    assert record.resume(60).status.small == record.trained.status.small == -1
+
+
 @pytest.fixture
 def record(tmp_path: pathlib.Path) -> hg.Record:
     return hg.record(loss, PARAMS, SGD, BATCHES, steps=3, folder=tmp_path)
@@ -72,7 +109,7 @@ READ: dict[str, Callable[[Setting], dict[str, Any]]] = {
 }
 
 
-@some_of("name", READ, "loss")
+@pytest.mark.parametrize("name", READ)
 def test_what_a_record_is_of_may_not_change_behind_it(name: str, tmp_path: pathlib.Path) -> None:
     """The loss and the batches are traced anew, with what they read from outside."""
     setting = Setting()
@@ -83,6 +120,11 @@ def test_what_a_record_is_of_may_not_change_behind_it(name: str, tmp_path: pathl
     for call in (lambda: record.resume(1), lambda: record.hypergradient(lambda run: jnp.sum(run.params["w"]))):
         with fails(ValueError, "changed since it was opened", "compute"):
             call()
+    if name == "batches":
+        with fails(ValueError, "what `batches` compute", "changed since it was opened"):
+            record.resume(1, loss=lambda w, theta, x: 2 * loss(w, theta, x))
+    else:
+        record.resume(1, loss=loss)
     setting.scale = 1.0
     np.testing.assert_array_equal(record.resume(1).params["w"], expected["w"])
 

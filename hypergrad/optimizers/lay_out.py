@@ -71,7 +71,9 @@ def lay_out(
     stacks = stacks_of(layers, len(leaves))
     fields = {layer.path: fields_of(layer, params, weights_of(layer, state)) for layer in layers}
     of_leaf = [[fields[layer.path] for layer in stack.layers] for stack in stacks]
-    lying = groups(stacks, of_leaf, list(leaves), elsewhere)
+    before = None if past is None else Before(past, params, state, len(leaves))
+    asked = of_leaf if before is None else [[*now, *old] for now, old in zip(of_leaf, before.of_leaf, strict=True)]
+    lying = groups(stacks, asked, list(leaves), elsewhere)
     in_vectors = [stacks[own[0]].entrywise and not keeps_shape(own, leaves, elsewhere) for own in lying]
     side_by_side = lambda b, parts: _joined(in_vectors[b], parts)  # noqa: E731
     values = initial_values(stacks, layers, lying, params, state, side_by_side)
@@ -80,7 +82,6 @@ def lay_out(
     of_rules: dict[Hashable, Prepared] = {}
     of_begin: dict[Hashable, Any] = {}
     rows: dict[Hashable, Array] = {}
-    before = None if past is None else Before(past, params, state, len(leaves))
     for own, start, flat in zip(lying, values, in_vectors, strict=True):
         first, stack = own[0], stacks[own[0]]
         path = jax.tree_util.keystr(paths[first])
