@@ -6,7 +6,6 @@ Invariant: record.json is written last: a folder without it holds no record.
 import contextlib
 import dataclasses
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from hypergrad.batches import HostBatches
 from hypergrad.errors import RangeError, StorageError
 from hypergrad.optimizers.expand import concrete
 from hypergrad.optimizers.past import Past
-from hypergrad.run.disk import DiskWords
+from hypergrad.run.disk import DiskWords, writing_to
 from hypergrad.run.fingerprints import state_prints
 from hypergrad.run.forward import forward, steps_of, steps_within
 from hypergrad.run.plan import Plan, Span, marks, schedules
@@ -93,7 +92,7 @@ def train_and_keep(made: Made, folder: pathlib.Path, states_budget: int | str | 
     run, inputs, _ = run_of(made, folder)
     prints = prints_of(run, inputs)
     with _claimed(folder):
-        if (folder / NAME).exists():  # finished by another process since
+        if recorded(folder):  # by another process, since
             return
         _check_empty(folder)
         try:
@@ -103,24 +102,30 @@ def train_and_keep(made: Made, folder: pathlib.Path, states_budget: int | str | 
             raise
 
 
+def recorded(folder: pathlib.Path) -> bool:
+    """Whether there is a record."""
+    with writing_to(folder):
+        return (folder / NAME).exists()
+
+
 def _check_empty(folder: pathlib.Path) -> None:
-    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
-        raise StorageError(f"{folder} cannot be written to: it is a file, or a link to nothing. Name a folder.")
-    if folder.exists() and any(path.name != CLAIM for path in folder.iterdir()):
-        raise ValueError(_IN_USE.format(folder))
+    with writing_to(folder):
+        if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+            raise StorageError(f"{folder} cannot be written to: it is a file, or a link to nothing. Name a folder.")
+        if folder.exists() and any(path.name != CLAIM for path in folder.iterdir()):
+            raise ValueError(_IN_USE.format(folder))
 
 
 @contextlib.contextmanager
 def _claimed(folder: pathlib.Path) -> Iterator[None]:
     """By a file that is there meanwhile this call has the folder alone; who comes second is told, and touches nothing."""
     claim = folder / CLAIM
-    try:
+    with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_new(claim, b"")
-    except FileExistsError as error:
-        raise ValueError(_IN_USE.format(folder)) from error
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be written to: {error.strerror or error}.") from error
+        try:
+            write_new(claim, b"")
+        except FileExistsError as error:
+            raise ValueError(_IN_USE.format(folder)) from error
     try:
         yield
     finally:
@@ -128,9 +133,7 @@ def _claimed(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _remove(folder: pathlib.Path) -> None:
-    """All that recording may have written into a folder that was empty when it was claimed."""
-    for words in folder.glob("words-*"):
-        shutil.rmtree(words, ignore_errors=True)
+    """What recording may have written into a folder that was empty when it was claimed, beside its words."""
     with contextlib.suppress(OSError):
         for path in (*folder.glob(file_of("*")), folder / END, folder / NAME, folder / CLAIM):
             path.unlink(missing_ok=True)
@@ -150,13 +153,17 @@ def _keep(run: Run, inputs: Inputs, prints: dict[str, str], folder: pathlib.Path
                 states[str(step)] = write_arrays(folder / file_of(step), {"state": state})
 
         words, end, seen, noted = store_segments(run, capacity, inputs, state, plan, look)
-        outcome = outcome_of(run, inputs, plan, end, seen.losses, noted)
-    check_ok(outcome)
     assert isinstance(words, DiskWords)
-    seen_of_starts = np.stack(jax.device_get(starts))  # a program would have an operand for each
-    print_ = write_arrays(folder / END, {"end": End(end, seen.losses, seen.batches, noted, seen_of_starts)})
-    about = {"format": FORMAT, "words": words.folder.name, "end": print_, "states": states}
-    write_file(folder / NAME, sealed(about | {"prints": prints}))
+    try:
+        with own_settings():
+            check_ok(outcome_of(run, inputs, plan, end, seen.losses, noted))
+        seen_of_starts = np.stack(jax.device_get(starts))  # a program would have an operand for each
+        print_ = write_arrays(folder / END, {"end": End(end, seen.losses, seen.batches, noted, seen_of_starts)})
+        about = {"format": FORMAT, "words": words.folder.name, "end": print_, "states": states}
+        write_file(folder / NAME, sealed(about | {"prints": prints}))
+    except BaseException:
+        words.drop()
+        raise
 
 
 def run_of(made: Made, folder: pathlib.Path) -> tuple[Run, Inputs, About]:
@@ -198,11 +205,11 @@ def _outcome(run: Run, values: Any, h: Any, plan: Plan, end: State, losses: Arra
     return Outcome(final_values(run, end), losses, assess(run, values, h, plan, end, noted, nothing_kept(run)))
 
 
-def train_on(run: Run, length: int, inputs: Inputs, plan: Plan, state: State, first: Array) -> tuple[State, Array]:
-    """(the end, the losses), of a run that is in one piece."""
+def train_on(run: Run, length: int, inputs: Inputs, plan: Plan, state: State, first: Array) -> tuple[State, Array, Array]:
+    """(the end, the losses, the largest of `sizes` of gradients), of a run that is in one piece."""
     xs = Span(first, length).of(steps_of(run, inputs, [schedule.entries for schedule in plan]))
-    end, seen, _ = forward(run, inputs, state, xs)
-    return end, seen.losses
+    end, seen, sizes = forward(run, inputs, state, xs)
+    return end, seen.losses, sizes.max(axis=0)
 
 
 def like_end(run: Run, inputs: Inputs, plan: Plan, first: State) -> End:
@@ -237,10 +244,8 @@ def read_arrays(path: pathlib.Path, print_: Any, like: dict[str, Any]) -> Any:
 
 
 def write_file(path: pathlib.Path, content: bytes) -> None:
-    try:
+    with writing_to(path.parent):
         write_new(path, content)
-    except OSError as error:
-        raise StorageError(f"{path.parent} cannot be written to: {error.strerror or error}.") from error
 
 
 def opened(path: pathlib.Path, limit: int, parse: Callable[[bytes], Any]) -> Any:

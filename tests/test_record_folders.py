@@ -32,7 +32,7 @@ def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 OTHERS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "steps": (lambda: {"steps": STEPS - 1, "optimizer": hg.SGD(hg.PerStep(RATES[:-1]))}, "the numbers of `steps` differ"),
-    "params": (lambda: {"params": jax.tree.map(lambda w: 2 * w, NET.params())}, "`params`, `state` or `statistics` differ"),
+    "params": (lambda: {"params": jax.tree.map(lambda w: 2 * w, NET.params())}, "`params`, `state` or `statistics`"),
     "optimizer": (lambda: {"optimizer": hg.SGD(hg.PerStep(RATES), 0.06)}, "the hyperparameters of `optimizer` differ"),
     "theta": (lambda: {"theta": NET.theta(value=0.1)}, "the values of `theta` differ"),
     "batches": (lambda: {"batches": drawn(9)}, "the arrays of `batches` or of `loss` differ"),
@@ -263,11 +263,16 @@ def test_who_records_second_touches_nothing_of_the_first(tmp_path: pathlib.Path,
 
 
 def test_training_that_fails_removes_what_it_wrote_alone(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep, mine = _record_files._keep, tmp_path / "mine.txt"
-    monkeypatch.setattr(_record_files, "_keep", lambda *a: (mine.touch(), keep(*a)))
+    keep, mine = _record_files._keep, tmp_path / "words-of-mine"  # as a run with hg.Disk there has one
+    monkeypatch.setattr(_record_files, "_keep", lambda *a: (mine.mkdir(), keep(*a)))
     with pytest.raises(hg.RangeError) as caught:
         hg.record(**options() | {"optimizer": hg.SGD(1e9, 0.05)}, folder=tmp_path)
     assert list(tmp_path.iterdir()) == [mine] and "hg.record has the fraction bits" in caught.value.__notes__[0]
+
+
+def test_a_folder_that_cannot_be_looked_at(tmp_path: pathlib.Path) -> None:
+    with fails(hg.StorageError, "cannot be written to: File name too long"):
+        hg.record(**options(), folder=tmp_path / ("a" * 300))
 
 
 @some_of("synced", range(1, 4), 1)

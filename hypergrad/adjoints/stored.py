@@ -37,13 +37,17 @@ def store_segments(
     assert run.store is not None
     pieces, used = Pieces(), _used(run, plan)
     words = run.store.words(*_announced(run, state, used))
-    for k, (first, length, counts) in enumerate(zip(*spans(run), used, strict=True)):
-        look(first, state)
-        arguments = inputs, marks(plan, k), state, jnp.int32(first)
-        state, stacks, *seen = run.segment(_train_segment, *arguments, static=(capacity, length))
-        words.put(first, length, stacks, counts)
-        pieces.append(tuple(seen))
-    words.settle()
+    try:
+        for k, (first, length, counts) in enumerate(zip(*spans(run), used, strict=True)):
+            look(first, state)
+            arguments = inputs, marks(plan, k), state, jnp.int32(first)
+            state, stacks, *seen = run.segment(_train_segment, *arguments, static=(capacity, length))
+            words.put(first, length, stacks, counts)
+            pieces.append(tuple(seen))
+        words.settle()
+    except BaseException:
+        words.drop()
+        raise
     of_steps, noted = pieces.joined()
     return words, state, of_steps, run.outside_loop(noted_in_all, noted)
 

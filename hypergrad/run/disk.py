@@ -66,22 +66,26 @@ class Disk(Store):
 
     def words(self, shapes: dict[str, tuple[int, ...]], size: int) -> "DiskWords":
         folder = pathlib.Path(self.folder)
-        try:
+        with writing_to(f"hg.Disk({self.folder!r})"):
             folder.mkdir(parents=True, exist_ok=True)
             _remove_left_over(folder)
             free = shutil.disk_usage(folder).free
-        except OSError as error:
-            raise StorageError(f"hg.Disk({self.folder!r}) cannot be written to: {error.strerror or error}.") from error
-        if size > free:
-            raise StorageError(
-                f"the digits of this run take {size} bytes, and hg.Disk({self.folder!r}) has {free} left. {_CURE}"
-            )
-        try:
+            if size > free:
+                raise StorageError(
+                    f"the digits of this run take {size} bytes, and hg.Disk({self.folder!r}) has {free} left. {_CURE}"
+                )
             return DiskWords(folder / f"words-{secrets.token_hex(8)}", shapes, self.keep)
-        except StorageError:
-            raise
-        except OSError as error:
-            raise StorageError(f"hg.Disk({self.folder!r}) cannot be written to: {error.strerror or error}.") from error
+
+
+@contextlib.contextmanager
+def writing_to(place: Any) -> Iterator[None]:
+    """What the system says against it is a `StorageError`."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{place} cannot be written to: {error.strerror or error}.") from error
 
 
 class Place(NamedTuple):
@@ -99,11 +103,19 @@ class DiskWords(Words):
         self.paths = _paths(folder, shapes)
         self.places: dict[int, list[Place]] = {}
         folder.mkdir()
-        descriptors = [] if keep else [_locked(folder)]
-        self.files = [os.open(path, _CREATE, 0o666) for path in self.paths]
-        self.close = weakref.finalize(self, _close, [*self.files, *descriptors], None if keep else folder)
-        for path, file in zip(self.paths, self.files, strict=True):
-            self._write(path, file, json.dumps({"format": 1, "run": self.token, "buffer": path.stem}).encode() + b"\n")
+        opened: list[int] = []
+        self.close = weakref.finalize(self, _close, opened, None if keep else folder, os.getpid())
+        try:
+            opened += [] if keep else [_locked(folder)]
+            self.files = []
+            for path in self.paths:
+                self.files.append(os.open(path, _CREATE, 0o666))
+                opened.append(self.files[-1])
+                line = json.dumps({"format": 1, "run": self.token, "buffer": path.stem})
+                self._write(path, self.files[-1], line.encode() + b"\n")
+        except BaseException:
+            self.drop()
+            raise
 
     def keep(self, first: int, steps: int, words: list[tuple[np.ndarray, int]]) -> None:
         places = []
@@ -125,6 +137,10 @@ class DiskWords(Words):
                     before = max(place.offset - place.size, 0)
                     os.posix_fadvise(file.fileno(), before, place.size, os.POSIX_FADV_WILLNEED)
         return found
+
+    def drop(self) -> None:
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     @staticmethod
     def of_before(folder: pathlib.Path, shapes: dict[str, tuple[int, ...]]) -> "DiskWords":
@@ -249,8 +265,8 @@ def _remove_left_over(folder: pathlib.Path) -> None:
                 os.close(descriptor)
 
 
-def _close(descriptors: list[int], folder: Any) -> None:
+def _close(descriptors: list[int], folder: Any, process: int) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
-    if folder is not None:
+    if folder is not None and os.getpid() == process:  # a fork has the descriptors too, and the files are not its own
         shutil.rmtree(folder, ignore_errors=True)

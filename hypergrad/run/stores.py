@@ -43,6 +43,10 @@ class Words(abc.ABC):
     def kept(self, first: int) -> list[tuple[np.ndarray, int]]:
         """What `keep` was given."""
 
+    @abc.abstractmethod
+    def drop(self) -> None:
+        """Nobody will take them."""
+
     def take(self, first: int) -> list[np.ndarray]:
         return [padded(words, capacity) for words, capacity in self.kept(first)]
 
@@ -79,6 +83,9 @@ class HostWords(Words):
 
     def kept(self, first: int) -> list[tuple[np.ndarray, int]]:
         return self.segments[first]
+
+    def drop(self) -> None:
+        self.segments.clear()
 
 
 def trimmed(stack: Array, used: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Digits in files: the same hypergradient, and an error by name for whatever happens to the files."""
 
+import errno
 import gc
 import itertools
 import os
@@ -161,6 +162,29 @@ def test_a_folder_is_the_same_wherever_the_process_goes(tmp_path: pathlib.Path, 
     gradient(hg.Disk("here"), lambda: os.chdir("elsewhere"))
     gc.collect()
     assert not list((tmp_path / "here").iterdir())
+
+
+def test_files_that_cannot_all_be_opened_leave_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, words = os.open, itertools.count(1)
+
+    def few(path: Any, *flags: Any, **options: Any) -> int:
+        if str(path).endswith(".words") and next(words) == 2:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, *flags, **options)
+
+    monkeypatch.setattr(os, "open", few)
+    before = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
+    with fails(hg.StorageError, "cannot be written to: Too many open files"):
+        disk.Disk(str(tmp_path)).words({"0-a": (2,), "1-b": (2,)}, 0)
+    assert not list(tmp_path.iterdir())
+    assert not before or len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_process_that_was_forked_removes_no_files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = disk.DiskWords(tmp_path / "words-1", {"0-a": (2,)}, keep=False)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    words.close()
+    assert len(files(tmp_path)) == 1
 
 
 def test_a_folder_that_is_a_file(tmp_path: pathlib.Path) -> None:
