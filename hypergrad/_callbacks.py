@@ -3,6 +3,7 @@
 Invariant: only True stops. A result that is true by accident, such as the length that `write` returns, is an error.
 """
 
+import pathlib
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from hypergrad._closures import name_of
 from hypergrad._door import check_signature
 from hypergrad._history import MetaStep
+from hypergrad._processes import in_all
 from hypergrad.callbacks import EarlyStopping, StopOnGrowth
 from hypergrad.hypers import describe
 
@@ -29,6 +31,19 @@ def listed(callbacks: Any) -> list[Callback]:
     for callback in given:
         check_signature("callback(done)", callback, "Bind others beforehand: functools.partial(callback, writer).")
     return given
+
+
+def begin(callbacks: list[Callback], folder: pathlib.Path | None, history: list[MetaStep]) -> None:
+    """Those that remember are told; of a run that is kept in a folder, in all processes alike."""
+
+    def tell() -> None:
+        for callback in callbacks:
+            if folder is not None and hasattr(callback, "begin_folder"):
+                callback.begin_folder(folder)
+            if hasattr(callback, "begin"):
+                callback.begin(None if folder is None else list(history))
+
+    tell() if folder is None else in_all(tell)
 
 
 def asked(callbacks: list[Callback], done: MetaStep, undecided: set[int]) -> tuple[list[Callback], TypeError | None]:

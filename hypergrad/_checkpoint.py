@@ -26,10 +26,16 @@ import jax.numpy as jnp
 from hypergrad._arrays import largest, packed, unpacked
 from hypergrad._descent import Point
 from hypergrad._folder_owner import Owner
-from hypergrad._processes import gathered, in_first, is_first
+from hypergrad._processes import gathered, in_all, in_first, is_first
 from hypergrad._run_record import PASSING, RUN, Run, environment, file_entry, read_record
 from hypergrad._safe_files import Damaged, digest, read, sealed
 from hypergrad.hypers import describe
+
+
+def folder_of(path: Any, run: Run) -> "Folder":
+    """In several processes the same one, as far as they can tell."""
+    cure = "All must see the same folder: name one of a file system that they share."
+    return in_all(lambda: Folder(path, run), lambda folder: f"{folder.done} meta-steps in `checkpoint`", cure)
 
 
 class Folder:
@@ -38,7 +44,7 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str], run: Run) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f'`checkpoint` must be the path of a folder, like "runs/first"; got {describe(path)}.')
-        self.path, self.about = pathlib.Path(path), run
+        self.path, self.about = pathlib.Path(path).absolute(), run  # wherever the process goes
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise ValueError(f"`checkpoint` must be a folder; {self.path} is a file.")
         self.owner: Owner | None = None

@@ -18,8 +18,8 @@ import optax
 from jax import Array
 
 from hypergrad._average import norm
-from hypergrad._callbacks import Callback, asked, listed, say_what_is_left, say_who_stops, stopped_before
-from hypergrad._checkpoint import Folder
+from hypergrad._callbacks import Callback, asked, begin, listed, say_what_is_left, say_who_stops, stopped_before
+from hypergrad._checkpoint import Folder, folder_of
 from hypergrad._descent import Descent, Point
 from hypergrad._evaluate import Evaluation, default_key, reject_traced
 from hypergrad._history import MetaStep, best, recorded, restored
@@ -97,14 +97,10 @@ class MetaLoop:
         # What is searched along a line is the mean value, whose gradient is the mean.
         aggregate = self.aggregate or ("mean" if self.descent.one_key(point) else "clipped")
         self.evaluation.robust, self.identity["aggregate"] = aggregate == "clipped", aggregate
-        with contextlib.nullcontext() if checkpoint is None else Folder(checkpoint, self._about(hypers, point)) as folder:
+        with contextlib.nullcontext() if checkpoint is None else folder_of(checkpoint, self._about(hypers, point)) as folder:
             if folder is not None:
                 point, history, stopped = self._resume(folder, point, fixed)
-            for callback in self.callbacks:
-                if folder is not None and hasattr(callback, "begin_folder"):
-                    callback.begin_folder(folder.path)
-                if hasattr(callback, "begin"):
-                    callback.begin(None if folder is None else list(history))
+            begin(self.callbacks, None if folder is None else folder.path, history)
             if folder is not None and stopped:
                 say_what_is_left(self.callbacks, folder.path, history, self.meta_steps, folder.run["stopped_at"])
             stopped = stopped or stopped_before(self.callbacks, history, self.meta_steps)

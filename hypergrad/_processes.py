@@ -79,7 +79,7 @@ def in_first(function: Callable[[], Any]) -> None:
         raise ValueError(f"in the first process: {told}")
 
 
-def in_all(function: Callable[[], T], seen: Callable[[T], str], cure: str) -> T:
+def in_all(function: Callable[[], T], seen: Callable[[T], str] = lambda _: "", cure: str = "") -> T:
     """function(), in each process. What it raises in one is raised in all; ValueError, with the cure, where processes do not
     see the same of what it returns: each would go on with a history of its own."""
     if not several():

@@ -15,6 +15,7 @@ import sys
 import time
 from typing import IO, Any, BinaryIO
 
+from hypergrad._processes import is_first
 from hypergrad._safe_files import write_new
 
 
@@ -151,11 +152,11 @@ class JsonLines:
     an array min, max, mean, first and last. The folder of `path` is made if absent.
     With a `checkpoint` the records in the file are that run's: they are written anew from the checkpoint where the run goes
     on from another point than they do. Lines that are no records stay, before them. Of `hg.restarts` it has all starts, one
-    after the other.
+    after the other. Of several processes the first writes.
     """
 
     def __init__(self, path: str | pathlib.Path) -> None:
-        self.path = pathlib.Path(path)
+        self.path = pathlib.Path(path).absolute()  # wherever the process goes
         self.others: list[str] = []  # lines of the starts before
         self.own: list[str] = []
         self.of_start = False  # whether the run that begins is one of several starts
@@ -170,6 +171,8 @@ class JsonLines:
         self.of_start, self.longer = False, False
         if history is not None:
             self.own = [self._line(done) for done in history]
+        if not is_first():
+            return
         try:  # before anything runs
             self._make_ready(goes_on=history is not None)
         except OSError as error:
@@ -177,6 +180,8 @@ class JsonLines:
 
     def __call__(self, done: Any) -> None:
         self.own.append(self._line(done))
+        if not is_first():
+            return
         if self.longer:
             self.longer = False
             self._write_anew()

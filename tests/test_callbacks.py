@@ -137,3 +137,14 @@ def test_a_path_that_cannot_be_written_is_found_before_anything_runs(checkpoint:
 def test_a_checkpoint_is_a_path() -> None:
     with fails(TypeError, "`checkpoint` must be the path of a folder", "got bool True"):
         run(checkpoint=True)
+
+
+def test_files_are_where_the_process_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    run(hg.callbacks.JsonLines("log.jsonl"), lambda _: monkeypatch.chdir(there), meta_steps=2, checkpoint="run")
+    assert len((here / "log.jsonl").read_text().splitlines()) == 2 and not list(there.iterdir())
+    monkeypatch.chdir(here)
+    assert run(meta_steps=3, checkpoint="run") == [0, 1, 2]
