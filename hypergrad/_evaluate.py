@@ -20,10 +20,10 @@ from hypergrad import _programs as programs
 from hypergrad._average import Evaluated, averaged, mean, wide
 from hypergrad._door import check_signature
 from hypergrad._hyper_names import hyper_path
+from hypergrad._meshes import divided_by
 from hypergrad._needs import MUCH, Ask, Guessed, Need, fitted
 from hypergrad._placement import mesh_in_force, sharding_of
 from hypergrad._processes import several
-from hypergrad._program_keys import contains
 from hypergrad._report import Ledger, listen
 from hypergrad._scalar import real_scalar
 from hypergrad.batches import check_key
@@ -188,7 +188,7 @@ class Evaluation:
 
     def _look(self, program: programs.Program, constants: list[Any], several: bool) -> None:
         """At what was traced, before it is compiled. several: whether groups are to run on a device each."""
-        if several and (any(map(sharding_of, constants)) or contains(program.jaxpr, "shard_map")):
+        if several and (any(map(sharding_of, constants)) or divided_by(program.jaxpr)):
             raise _OnSeveral
         if self.ledger.guessed is not None:
             guessed, self.ledger.guessed = self.ledger.guessed, 0

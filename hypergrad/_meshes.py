@@ -12,9 +12,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from hypergrad._placement import sharding_of
+from hypergrad._placement import on_mesh
+from hypergrad._program_keys import equations
 
 
 def explicit_mesh() -> Any:
@@ -74,7 +76,7 @@ def in_automatic_axes(function: Callable[..., Any]) -> Callable[..., Any]:
                 result = function(*args, **options)
         if mesh is None:
             return result
-        on_it = lambda x: (there := sharding_of(x)) is not None and there.mesh == automatic(mesh)  # noqa: E731
+        on_it = lambda x: (there := on_mesh(x)) is not None and there.mesh == automatic(mesh)  # noqa: E731
         return jax.tree.map(lambda x: _moved(x, mesh) if on_it(x) else x, result)
 
     return called
@@ -110,7 +112,7 @@ def reject_explicit(given: dict[str, Any]) -> None:
     """An error for the first array on a mesh with explicit axes, which is not in force. given: trees by name."""
     for name, tree in given.items():
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            if axes := _explicit_axes(x):
+            if axes := _bare_axes(x, traced=name == "params"):
                 where = f"{name}{jax.tree_util.keystr(path)}"
                 raise TypeError(
                     f"`{where}` lies on a mesh with explicit axes {axes}, which are part of its type. Put the mesh in "
@@ -118,6 +120,32 @@ def reject_explicit(given: dict[str, Any]) -> None:
                     "with automatic axes: jax.sharding.Mesh(devices, names), or axis_types=(jax.sharding.AxisType.Auto,) * "
                     "len(names) to jax.make_mesh."
                 )
+
+
+def _bare_axes(x: Any, traced: bool) -> tuple[str, ...]:
+    """The explicit axes of an array that does not go well with them. Under `jax.jit` JAX keeps the types itself: `traced`
+    parameters alone must not be divided. Nor does a mesh of one device matter to what is not."""
+    if (lies := on_mesh(x)) is not None:
+        return _explicit(lies.mesh) if lies.mesh.size > 1 or any(lies.spec) else ()
+    kind = jax.typeof(x).sharding if traced and isinstance(x, jax.core.Tracer) else None
+    return _explicit(kind.mesh) if kind is not None and any(kind.spec) else ()
+
+
+def divided_by(program: Jaxpr) -> str:
+    """By what of JAX's a program says itself how it lies on several devices; "" if by nothing."""
+    for e in equations(program):
+        to = [e.params.get("sharding"), e.params.get("dst_sharding"), *e.params.get("devices", ())]
+        several = any(isinstance(x, NamedSharding) and x.mesh.size > 1 for x in to)
+        if e.primitive.name == "shard_map" or (several and e.primitive.name in _DIVIDING):
+            return _DIVIDING.get(e.primitive.name, "jax.shard_map")
+    return ""
+
+
+_DIVIDING = {
+    "sharding_constraint": "jax.lax.with_sharding_constraint",
+    "reshard": "jax.sharding.reshard",
+    "device_put": "jax.device_put",
+}
 
 
 def reject_varying(inputs: Any) -> None:
@@ -139,12 +167,11 @@ def _varying(x: Any) -> frozenset[Any]:
 
 def _explicit_axes(x: Any) -> tuple[str, ...]:
     """Of an array whose value is known; under `jax.jit` JAX keeps the types itself, and it may go well."""
-    return _explicit(getattr(sharding_of(x), "mesh", None))
+    return _explicit(getattr(on_mesh(x), "mesh", None))
 
 
 def _explicit(mesh: Any) -> tuple[str, ...]:
-    """The names of the explicit axes of a mesh that divide anything."""
+    """The names of the explicit axes of a mesh. One of a single device is in the types of arrays as well."""
     if mesh is None or mesh.empty:
         return ()
-    axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
-    return tuple(name for name, size, kind in axes if kind == AxisType.Explicit and size > 1)
+    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)

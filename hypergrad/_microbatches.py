@@ -13,9 +13,8 @@ from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from hypergrad._closures import name_in, name_of
-from hypergrad._meshes import automatic
-from hypergrad._placement import mesh_in_force, sharding_of
-from hypergrad._program_keys import equations
+from hypergrad._meshes import automatic, divided_by
+from hypergrad._placement import in_shard_map, mesh_in_force, sharding_of
 from hypergrad.exact import TERMS
 from hypergrad.hypers import describe
 from hypergrad.run.microbatches import Microbatches
@@ -40,6 +39,11 @@ def spread(given: Any, batches: Any, others: Any) -> Microbatches | None:
         )
     if asked.mesh is not None and not isinstance(asked.mesh, (Mesh, AbstractMesh)):
         raise TypeError(f"`mesh` of hg.Microbatches must be a jax.sharding.Mesh; got {describe(asked.mesh)}.")
+    if in_shard_map() and (asked.mesh is not None or names is not None):
+        raise ValueError(
+            "hg.Microbatches(axis=, mesh=) inside of a jax.shard_map: each device trains for itself there, with all of its "
+            f"microbatches. Pass microbatches={int(count)}; or take hg.train out of the jax.shard_map."
+        )
     mesh = automatic(asked.mesh) if asked.mesh is not None else _mesh(batches, others)
     if mesh is None or mesh.empty:
         if asked.axis is not None:
@@ -100,8 +104,13 @@ def without_mesh(microbatches: Microbatches | None, arguments: Any) -> Iterator[
         yield arguments
         return
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))  # noqa: E731
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        yield jax.tree.map(like, arguments)
+    try:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            yield jax.tree.map(like, arguments)
+    except RuntimeError as error:
+        if "non-empty mesh" not in str(error):
+            raise
+        raise _divided(microbatches, "a jax.sharding.PartitionSpec") from error
 
 
 def reject_on_mesh(microbatches: Microbatches | None, loss: Any, held: list[Any]) -> None:
@@ -120,16 +129,22 @@ def reject_on_mesh(microbatches: Microbatches | None, loss: Any, held: list[Any]
 def check_loss(microbatches: Microbatches | None, loss: Jaxpr) -> None:
     if microbatches is None or microbatches.devices == 1:
         return
-    if any(e.primitive.name == "shard_map" for e in equations(loss)):
-        raise ValueError(
-            f"`loss` divides its work among devices itself (jax.shard_map), and microbatches={microbatches.count} are "
-            f"spread over devices: each device computes its own, whole. Write the loss of rows, without "
-            "shard_map and psum; or leave `microbatches` out."
-        )
+    if by := divided_by(loss):
+        raise _divided(microbatches, by)
+
+
+def _divided(microbatches: Microbatches, by: str) -> ValueError:
+    return ValueError(
+        f"`loss` divides its work among devices itself ({by}), and microbatches={microbatches.count} are spread over "
+        f"devices: each device computes its own, whole. Write the loss of rows, without {by.split('.')[-1]}; or leave "
+        "`microbatches` out."
+    )
 
 
 def _mesh(batches: Any, others: Any) -> Any:
     """The mesh in force, or that of the first array on one whose value is known; None: there is none."""
+    if in_shard_map():
+        return None
     return mesh_in_force() or next((s.mesh for tree in (batches, others) for s in _shardings(tree)), None)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from hypergrad._placement import at_hand
+
 
 def check_numbers(name: str, tree: Any) -> None:
     """Of each leaf that is NumPy's: no masked entry, no integer that JAX would cut off; of those that are JAX's, none in
@@ -39,6 +41,5 @@ def check_number(where: str, x: Any, dtype: Any = None) -> None:
 
 
 def check_finite(where: str, x: Any) -> None:
-    at_hand = not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
-    if at_hand and not np.isfinite(np.asarray(x, float)).all():
+    if at_hand(x) and not np.isfinite(np.asarray(x, float)).all():
         raise ValueError(f"{where} is not finite: give it a number to begin with.")

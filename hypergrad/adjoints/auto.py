@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hypergrad import _programs as programs
-from hypergrad._placement import entries_here, sharding_of
+from hypergrad._placement import at_hand, entries_here, sharding_of
 from hypergrad._report import current_ledger, mask, probing, surface, watched
 from hypergrad._settings import own_settings
 from hypergrad.adjoints.base import Adjoint, Cost
@@ -203,7 +203,7 @@ def _reject_axes(effects: Any) -> None:
 
 def _is_zero(x: Any) -> bool:
     """As far as this process can see."""
-    return getattr(x, "is_fully_addressable", True) and not np.any(np.asarray(x))
+    return at_hand(x) and not np.any(np.asarray(x))
 
 
 def pulled(adjoint: Adjoint, run: Run, wanted: Wanted, zeros: Wanted, inputs: Inputs) -> Any:

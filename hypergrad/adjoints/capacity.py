@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from hypergrad._placement import entries_here
+from hypergrad._placement import at_hand, entries_here
 from hypergrad._report import current_ledger
 from hypergrad._settings import own_settings
 from hypergrad.exact import PUBLIC_WORD_BITS, WORD_BITS, Buffer
 from hypergrad.optimizers.block import Block, Lost, lost_by
 from hypergrad.optimizers.chain import Link
-from hypergrad.optimizers.expand import Hypers, concrete, link_numerators
+from hypergrad.optimizers.expand import Hypers, link_numerators
 from hypergrad.run import cuts
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Capacity
@@ -106,7 +106,7 @@ def lost_of(run: Run, block: Block, link: Link, h: Hypers, capacity: Given) -> t
     at = block.chain.index(link)
     if (known := block.known[at]) is not None:
         return known, True
-    if concrete(h):
+    if at_hand(h):
         return lost_by(block.buffer(link), np.asarray(link_numerators(link, h, run.steps)), link), True
     ledger, most = current_ledger(), block.most[at]
     told = ledger.capacity * PUBLIC_WORD_BITS // WORD_BITS if ledger is not None else 0
@@ -133,7 +133,7 @@ def traced_decays(run: Run, h: list[Hypers]) -> Iterator[tuple[int, Link]]:
     """Of links, with the numbers of their blocks."""
     for j, (block, own) in enumerate(zip(run.blocks, h, strict=True)):
         for link, known in zip(block.chain, block.known, strict=True):
-            if link.decay and known is None and not concrete(own):
+            if link.decay and known is None and not at_hand(own):
                 yield j, link
 
 

@@ -21,10 +21,10 @@ from jax.extend.core import Jaxpr
 from hypergrad._bounds import lowest
 from hypergrad._isolation import only_products
 from hypergrad._mended import mending
-from hypergrad._placement import may_be_divided
+from hypergrad._placement import at_hand, may_be_divided
 from hypergrad.exact import DEFERRED, DEFERRED_REFERENCE, HEADS, REFERENCE, Buffer, default_fraction_bits, known_numerator
 from hypergrad.optimizers.chain import GRADIENT, PARAMS, STATISTICS, Link, View, as_float, check_fits, foreign
-from hypergrad.optimizers.expand import Field, Hypers, compute_dtype, concrete, shared_value
+from hypergrad.optimizers.expand import Field, Hypers, compute_dtype, shared_value
 from hypergrad.optimizers.partition import Stack
 from hypergrad.schedules import PerStep
 
@@ -244,7 +244,7 @@ def _buffer(rho: Any, unbounded: bool) -> Buffer:
 
 def known_lost(link: Link, value: Any, leaf: Array, steps: int) -> Lost | None:
     """What one leaf loses to a decay whose value is known, even if all else is traced; else None."""
-    if value is None or not concrete(value):
+    if value is None or not at_hand(value):
         return None
     with jax.ensure_compile_time_eval():
         rho = np.asarray(value.values if isinstance(value, PerStep) else [value], compute_dtype(leaf))

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from hypergrad._placement import at_hand
 from hypergrad.optimizers.chain import Optimizer
 
 
@@ -45,4 +46,4 @@ def known_zero(values: Any) -> bool:
 
 
 def _known(x: Any) -> bool:
-    return not isinstance(x, jax.core.Tracer) and np.issubdtype(np.asarray(x).dtype, np.number)
+    return at_hand(x) and np.issubdtype(np.asarray(x).dtype, np.number)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad._placement import at_hand
 from hypergrad._prefixes import hint, outline
 from hypergrad._programs import owned
 from hypergrad.errors import RangeError, decay_sentence
@@ -164,7 +165,7 @@ def _with_step_axis(where: str, value: Any, leaf: Array, steps: int, link: Link 
         raise TypeError(f"{where} must be a float or an array of floats; got {describe(raw)}.{hint}")
     if jnp.issubdtype(jnp.result_type(raw), jnp.complexfloating):
         raise TypeError(f"{where} must be real; got {describe(raw)}.")
-    if link is not None and concrete(raw):
+    if link is not None and at_hand(raw):
         _check_decay(where, np.asarray(raw), link, per_step=isinstance(value, PerStep))
     x = owned(raw).astype(compute_dtype(leaf))
     if isinstance(value, PerStep):

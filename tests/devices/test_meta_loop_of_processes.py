@@ -84,12 +84,30 @@ def bad(done):
     if jax.process_index() == 1:
         raise RuntimeError("mine")
 
+class Begins:
+    def begin(self, history):
+        bad(None)
+
+    def __call__(self, done):
+        pass
+
+own = f"{os.environ['FOLDER']}/own-{jax.process_index()}"
+if jax.process_index() == 1:
+    open(own, "w").close()
+momenta = {"a": 0.9, "b": put(np.full(24, 0.5, np.float32), mesh, P("data")), "c": 0.9}
+if "divided" in WAYS:
+    done = hg.train(loss, w, hg.SGD(0.05, momenta), hg.stacked(data), theta=0.01)
+    print("moved", float(done.losses[-1]) < float(done.losses[0]))
+
 for name, text, call in [
     ("jit", "RangeError", lambda: jax.block_until_ready(jax.jit(trained)(1e9, w, data))),
     ("eager", "RangeError", lambda: trained(1e9, w, data)),
     ("optimize", "RangeError", lambda: optimized(1e9)),
     ("folder", "/dev/null/run cannot be", lambda: optimized(0.1, checkpoint="/dev/null/run")),
     ("callback", "mine", lambda: kept("callback", callbacks=[bad])),
+    ("begin", "mine", lambda: kept("begin", callbacks=[Begins()])),
+    ("file", "must be a folder", lambda: optimized(0.1, checkpoint=own)),
+    ("lines", "", lambda: kept("lines", callbacks=[hg.callbacks.JsonLines(f"{os.environ['FOLDER']}/lines.jsonl")])),
     ("values", "jax.make_array_from_process_local_data", lambda: kept("values", 1.0 + jax.process_index())),
     ("stops", "callbacks must return the same", lambda: kept("stops", callbacks=[lambda _: jax.process_index() == 1])),
     ("text", "returns", lambda: kept("text", callbacks=[lambda _: "x"] * jax.process_index())),
@@ -106,14 +124,31 @@ for name, text, call in [
 """
 
 
-WAYS = ("jit", "eager", "optimize", "folder", "callback", "values", "stops", "text", "host", "words")
+WAYS = (
+    "jit",
+    "eager",
+    "divided",
+    "optimize",
+    "folder",
+    "callback",
+    "begin",
+    "file",
+    "values",
+    "stops",
+    "text",
+    "host",
+    "words",
+)
 
 
 @pytest.mark.parametrize("ways", [WAYS[2:], long(WAYS)], ids=["short", "all"])
 def test_errors_are_raised_in_all(ways: tuple[str, ...], tmp_path: pathlib.Path) -> None:
     options = {"FOLDER": str(tmp_path), **QUICK}
-    outputs = [lines(output, "error") for output in in_processes(f"WAYS = {ways!r}\n{FAILS}", 2, **options)]
-    assert outputs[0] == outputs[1] == [f"{name} True" for name in ways]
+    found = in_processes(f"WAYS = {(*ways, 'lines')!r}\n{FAILS}", 2, **options)
+    outputs = [lines(output, "error") for output in found]
+    assert outputs[0] == outputs[1] == [f"{name} True" for name in ways if name != "divided"]
+    assert [lines(output, "moved") for output in found] == [["True"]] * 2
+    assert len((tmp_path / "lines.jsonl").read_text().splitlines()) == 1, "of two processes the first writes"
 
 
 DIAGNOSED = """
