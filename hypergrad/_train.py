@@ -61,8 +61,8 @@ def train(
     hypers) -> pytree of float scalars, measured at each step before its update, `Trained.metrics`; state: accumulators,
     {link: like params}; hypers: the optimizer, with the step's own of what is `PerStep`. microbatches: in how many parts
     each batch is cut, by rows; the loss is the mean of theirs, and so is the gradient, rounded to 2^-72 and added as
-    integers: the same bits on any number of devices that divides it, if the mesh is known (`hg.Microbatches`), in the memory
-    of one part.
+    integers: the same bits on any number of devices that divides it, if the mesh is known (`hg.Microbatches`) and parameters
+    are whole on each, in the memory of one part.
     adjoint: how the derivative is computed; the forward numbers are the same bit for bit. throw: raise a `HypergradError`
     when the run goes wrong (under jit and vmap: from the compiled code); otherwise look at `Trained.status`.
 

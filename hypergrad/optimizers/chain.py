@@ -234,7 +234,7 @@ def check_invertible(optimizer: Optimizer) -> None:
     if reads_gradient(chain):
         raise TypeError(
             f"{name}: the increment of the link `params` must take (h, z), not the gradient. The gradient at the parameters "
-            "that a step leaves (plain SGD, Nesterov, Lion, ...) is unknown when undoing it: no explicit inverse. "
+            "that a step leaves (plain SGD, Nesterov's momentum) is unknown when undoing it: no explicit inverse. "
             f"hg.with_gradient_link({name}(...)) passes it through one more link, at 4 bits a parameter and step."
         )
     if len(chain) == 1:

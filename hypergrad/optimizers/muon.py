@@ -62,8 +62,9 @@ class Muon(Optimizer):
     sqrt(max(inputs, outputs)), with which AdamW's rates do (Liu et al. 2025); or "none".
 
     log2(1/b) bits a parameter and step, 0.074 at 0.95. With `nesterov`, NS(b m + (1 - b) d) with d <- 2^-k d + (1 - 2^-k) g
-    in place of g, at k = `bits` more (`with_gradient_link`). NS is blind to the size of m, so that a correction for
-    its start, as optax has one, changes nothing. State: {"momentum": like params}, and "gradient" with
+    in place of g, at k = `bits` more (`with_gradient_link`). NS is blind to the size of m, so that a correction for its
+    start, as optax has one, changes nothing; with `nesterov` optax corrects m and g each for itself, so that g weighs more
+    in the first 1/(1 - b) steps than here and in its authors' code. State: {"momentum": like params}, and "gradient" with
     `nesterov`.
     """
 
@@ -162,13 +163,13 @@ def muon_with_adamw(
     labels: Any = None,
     **options: Any,
 ) -> Partition:
-    """Matrices by `Muon`, all else by `AdamW`: the usual split, as `optax.contrib.muon` makes it.
+    """Matrices by `Muon`, all else by `AdamW`: the usual split, that of `optax.contrib.muon`.
 
-    adam_learning_rate: None is that of Muon, which fits with `scale="rms"`. labels: "muon" or "adamw" for each leaf, a
-    pytree prefix or a function of the parameters (`hg.partition`); None: "muon" for every leaf of two axes. Embeddings and
-    the last layer are matrices, too, which Muon's authors give to AdamW. options: of `Muon`. The gradient of the result has
-    what Muon got in `rules["muon"]`, what AdamW got in `rules["adamw"]`; weight_decay is one value for both, differentiated
-    in each.
+    Its defaults are others: there Nesterov's momentum for both, and a decay of AdamW's own. adam_learning_rate: None is that
+    of Muon, which fits with `scale="rms"`. labels: "muon" or "adamw" for each leaf, a pytree prefix or a function of the
+    parameters (`hg.partition`); None: "muon" for every leaf of two axes. Embeddings and the last layer are matrices, too,
+    which Muon's authors give to AdamW. options: of `Muon`. The gradient of the result has what Muon got in `rules["muon"]`,
+    what AdamW got in `rules["adamw"]`; weight_decay is one value for both, differentiated in each.
     """
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     rules = {

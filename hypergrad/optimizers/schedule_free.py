@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad._placement import at_hand
 from hypergrad.exact import FINE_DENOMINATOR
 from hypergrad.hypers import natural
 from hypergrad.optimizers.adam import SQUARE, bias_correction, root
 from hypergrad.optimizers.chain import PARAMS, Link, View
 from hypergrad.optimizers.decoupled import kept
-from hypergrad.optimizers.expand import broadcast_prefix, concrete
+from hypergrad.optimizers.expand import broadcast_prefix
 from hypergrad.optimizers.gradient_link import GradientLinked
 from hypergrad.schedules import PerStep, spread
 
@@ -41,7 +42,8 @@ class ScheduleFreeAdamW(GradientLinked):
     g, without which the step has no inverse (`with_gradient_link`); c = a'^p / sum a'^p over the steps so far, a' the
     largest rate so far and p = weight_lr_power. `params` are y; evaluate the model at x, which is `averaged(params, state)`.
     As `optax.contrib.schedule_free_adamw` but for d: there x is recovered from y and z, here y moves directly, y <- (1 - c)
-    y + c z - (1 - c) (1 - b1) a u with the new z. c is 1 at the first step, where 1 - 2^-15 is used.
+    y + c z - (1 - c) (1 - b1) a u with the new z. c is 1 at the first step, where 1 - 2^-15 is used. Where rates are
+    `PerStep`, a' has the step's own; optax's has the next step's.
 
     Hyperparameters as for `AdamW`; b1 in (0, 1), the same at all steps; bits: k, from 1 to 16, an int. A run that goes on
     from a `state` begins its average anew. k + log2(1/b2) bits a parameter and step, and log2 T in all for T steps. State:
@@ -104,7 +106,7 @@ def _average(y: Array, z: Array | None, b1: Any) -> Array:
 
 def _check_share(b1: Any) -> None:
     """Where its values are known."""
-    if concrete(b1) and not np.all((np.asarray(b1) > 0) & (np.asarray(b1) < 1)):
+    if at_hand(b1) and not np.all((np.asarray(b1) > 0) & (np.asarray(b1) < 1)):
         raise ValueError(f"hg.ScheduleFreeAdamW: `b1` must be in (0, 1), the share of x in y; got {b1!s}.")
 
 

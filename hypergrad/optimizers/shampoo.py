@@ -25,19 +25,20 @@ GRAFTS = ("none", "sgd", "adagrad", "rmsprop", "adam")
 class Shampoo(Optimizer):
     """L <- b2 L + (1 - b2) G G^T;  R <- b2 R + (1 - b2) G^T G;  v <- m v - (1 - m) L^-e G R^-e;  w <- (1 - a wd) w + a v.
 
-    For leaves of any order n: a factor for each axis, and e = 1/(2n). learning_rate: a; momentum: m; weight_decay: wd, each
-    a scalar, a `PerStep`, an array of a parameter's shape, or a pytree prefix of the parameters with such leaves; the others
-    one value a leaf, or one per step. b2: None for sums, L <- L + G G^T (Gupta, Koren and Singer 2018); else averages,
-    divided by 1 - b2^t. exponent: e, if not 1/(2n); it can be learned. ridge, eps: a root is that of L + (ridge tr(L)/n +
-    eps) I.
+    For leaves of any order: a factor for each of n axes, small ones joined, and e = 1/(2n). learning_rate: a; momentum: m;
+    weight_decay: wd, each a scalar, a `PerStep`, an array of a parameter's shape, or a pytree prefix of the parameters with
+    such leaves; the others one value a leaf, or one per step. b2: None for sums, L <- L + G G^T (Gupta, Koren and Singer
+    2018); else averages, divided by 1 - b2^t. exponent: e, if not 1/(2n); it can be learned. ridge, eps: a root is that of
+    L + (ridge tr(L)/n + eps) I.
 
     every: k, roots are computed at steps 0, k, 2k, .. and held between, as the identity where there was no gradient yet. The
     link that holds them is set anew then but for 2^-16 of what it held, which costs 16/k bits an entry and step.
     block_size: axes are cut into pieces of at most that, each tile a leaf of its own; axes of a leaf of more than two that
     fit together into one piece are one. None: no cuts. Axes longer than max_size, and leaves of one axis, have a diagonal.
     graft: the size of a leaf's step is that of another rule, "sgd", "adagrad", "rmsprop" or "adam" (rmsprop with its
-    correction), before the momentum. root: "eigh", or "newton", products alone, for e = 1/(2n). preconditioner: "constant"
-    takes no derivative through the factors: hypergradients are approximate then, which `Trained.status` says.
+    correction), with the same eps, before the momentum. root: "eigh", or "newton", products alone, for e = 1/(2n).
+    preconditioner: "constant" takes no derivative through the factors: hypergradients are approximate then, which
+    `Trained.status` says.
 
     State: {"factors": a vector for each leaf, upper triangles and diagonals; "roots", of the same form, if k > 1; "square",
     like params, with adagrad, rmsprop and adam; "velocity": like params; "factors_weight": 1 - b2^t}.

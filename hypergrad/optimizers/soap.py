@@ -27,9 +27,10 @@ class SOAP(Optimizer):
     from the basis before, reads that basis itself, and has no inverse.
 
     The first step is AdamW's: in the eigenbasis of the first gradient alone that is a diagonal, and a step is noise over
-    noise. Eigenvectors are not determined where eigenvalues meet, as where a factor has not full rank: hypergradients are
-    approximate then. Between eigenvalues closer than 10^-6 of the largest the derivative is taken as zero. State:
-    {"factors": upper triangles; "basis": P and Q; "mean", "square": like params; the weights of both means}.
+    noise. Eigenvectors are not determined where eigenvalues meet, as where a factor has not full rank (of more inputs than
+    rows so far): hypergradients are no derivatives then, and may be far off. `Trained.status` says so of every run, as it
+    cannot tell. Between eigenvalues closer than 10^-6 of the largest the derivative is taken as zero. State: {"factors":
+    upper triangles; "basis": P and Q; "mean", "square": like params; the weights of both means}.
     """
 
     learning_rate: Any
@@ -42,6 +43,7 @@ class SOAP(Optimizer):
     max_size: int = eqx.field(static=True, kw_only=True, default=8192)
 
     weights = {"mean_weight": "b1", "square_weight": "b2"}
+    approximate = "hg.SOAP's basis where a factor has not full rank: it is not determined there"
 
     def __check_init__(self) -> None:
         check_int(self, "every", 1)

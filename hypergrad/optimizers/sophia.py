@@ -52,7 +52,7 @@ class Sophia(Optimizer):
 
     The authors estimate at every tenth step, and hold c between; here it is every step, by two more gradients: b2 = 0.999 is
     their 0.99 at every tenth. Source: Liu, Li, Hall, Liang and Ma (2023); `optax.contrib.sophia` takes the c of the step
-    before, and corrects m for its start.
+    before, corrects m for its start, and has other defaults (b1, eps, weight_decay).
     """
 
     learning_rate: Any

@@ -167,7 +167,7 @@ def upper(x: Array) -> Array:
 
 
 def from_upper(x: Array, n: int) -> Array:
-    """The inverse of `_upper`, of symmetric matrices."""
+    """The inverse of `upper`, of symmetric matrices."""
     i, j = np.triu_indices(n)
     place = np.zeros((n, n), np.int32)
     place[i, j] = place[j, i] = np.arange(len(i))

@@ -13,10 +13,10 @@ from hypergrad.optimizers.gradient_link import BITS, check_bits
 
 def _scaled(w: Array, step: Array, trust: Any) -> Array:
     """trust (|w| / |step|) step, or step itself where either norm is zero."""
-    sizes = jnp.sum(w * w), jnp.sum(step * step)
-    some = (sizes[0] > 0) & (sizes[1] > 0)
-    ratio = jnp.sqrt(jnp.where(some, sizes[0], 1) / jnp.where(some, sizes[1], 1))
-    return jnp.where(some, trust * ratio, 1) * step
+    squares = jnp.sum(w * w), jnp.sum(step * step)
+    some = (squares[0] > 0) & (squares[1] > 0)
+    sizes = [jnp.sqrt(jnp.where(some, x, 1)) for x in squares]  # roots first: the derivative of a ratio has squares again
+    return jnp.where(some, trust * (sizes[0] / sizes[1]), 1) * step
 
 
 class LARS(Optimizer):

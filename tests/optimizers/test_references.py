@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -9,6 +10,7 @@ import optax.contrib
 import pytest
 from classifier import batches, by_optax, loss, on_grid, params
 from covering import some_of
+from tiny import fails, fails_compiled
 
 import hypergrad as hg
 
@@ -93,3 +95,24 @@ def test_the_first_gradient_after_a_state_of_adopt_counts() -> None:
         lambda *a: sign * loss(*a), half.params, hg.ADOPT(0.01), batches(), steps=1, state=half.state
     ).state["mean"]["w1"]
     assert not np.array_equal(on(1.0), on(-1.0))
+
+
+def test_a_b1_of_adopt_that_rounds_to_one_is_no_mean() -> None:
+    rule = lambda b1: hg.train(loss, params(), hg.ADOPT(0.01, b1), batches(), steps=3).losses[-1]  # noqa: E731
+    for b1 in (0.999995, 1.0):
+        with fails(hg.RangeError, "hg.ADOPT: `b1`"):
+            rule(b1)
+        with fails_compiled(hg.RangeError, "b1"):
+            jax.block_until_ready(jax.jit(rule)(b1))
+    assert jnp.isfinite(jax.jit(rule)(1 - 2.0**-16))
+
+
+def test_neither_the_step_of_lars_nor_its_derivative_knows_the_unit_of_the_loss() -> None:
+    def end(rate: Any, unit: float) -> Any:
+        loss = lambda w, _, goal: unit * jnp.sum(jnp.array([1.0, 3.0, 0.5]) * (w - goal) ** 2)  # noqa: E731
+        goals = hg.full_batch(jnp.array([2.0, 1.0, -1.0]))
+        return jnp.sum(hg.train(loss, jnp.array([1.0, -2.0, 3.0]), hg.LARS(rate, trust=0.1), goals, steps=10).params ** 2)
+
+    expected, *found = (jax.value_and_grad(end)(0.1, unit) for unit in (1.0, 2.0**-36, 2.0**-48))
+    for pair in found:
+        np.testing.assert_allclose(pair, expected, rtol=1e-5)

@@ -94,6 +94,11 @@ def test_hypergradients_are_those_of_the_unrolled_run_and_of_differences(error: 
         hg.testing.check_hypergradient(of_rule, rule, gradient=found, tolerance=1e-4, step=2.0**-14)
 
 
+def test_the_status_says_where_there_is_no_derivative() -> None:
+    run = hg.train(lambda w, _, x: jnp.sum((w - x) ** 2), jnp.ones((4, 2)), hg.SOAP(0.01), hg.full_batch(0.5), steps=2)
+    assert "hg.SOAP's basis where a factor has not full rank" in run.status.approximate[0]
+
+
 def test_eigenvectors_have_a_finite_derivative_where_eigenvalues_meet() -> None:
     slope = jax.jacobian(eigenvectors)(jnp.diag(jnp.array([1.0, 1.0, 2.0])))
     assert jnp.isfinite(slope).all()
