@@ -35,6 +35,7 @@ from hypergrad._record_files import (
     begin,
     check_concrete,
     check_ok,
+    is_float,
     like_end,
     opened,
     outcome_of,
@@ -42,10 +43,9 @@ from hypergrad._record_files import (
     recorded,
     run_of,
     train_and_keep,
-    train_on,
 )
 from hypergrad._record_prints import compare, print_of_batches, prints_of, reject_changes
-from hypergrad._record_resume import sizes_so_far, taken_over
+from hypergrad._record_resume import gone_on
 from hypergrad._record_states import file_of
 from hypergrad._report import warn
 from hypergrad._safe_files import unsealed
@@ -53,6 +53,7 @@ from hypergrad._scalar import real_scalar
 from hypergrad._settings import own_settings
 from hypergrad._train import Trained, put_together
 from hypergrad.adjoints import Reversible
+from hypergrad.adjoints.budget import bytes_of
 from hypergrad.adjoints.passes import Ends
 from hypergrad.adjoints.recorded import Recorded
 from hypergrad.adjoints.reversible import Kept
@@ -63,7 +64,7 @@ from hypergrad.run.disk import DiskWords
 from hypergrad.run.fingerprints import state_prints
 from hypergrad.run.plan import marks
 from hypergrad.run.rewind import rewound
-from hypergrad.run.status import Outcome, note
+from hypergrad.run.status import Outcome
 from hypergrad.run.step import State, final_values, refilled, without_words
 
 
@@ -107,6 +108,8 @@ def record(
     given = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, given)  # the caller's may change
     made = Made(loss, batches, steps, given, microbatches)
     path = pathlib.Path(folder).absolute()  # wherever the process goes
+    if states_budget is not None:
+        bytes_of(states_budget, "states_budget")
     if not recorded(path):
         train_and_keep(made, path, states_budget)
     return Record(made, path)
@@ -175,7 +178,7 @@ class Record:
         check_concrete("Record.hypergradient")
         self._check_unchanged()
         adjoint = Recorded(Kept(self._outcome, ends, self._end.batches))
-        floats, others = eqx.partition(self._made.given, _is_float)
+        floats, others = eqx.partition(self._made.given, is_float)
         floats = jax.tree.map(jnp.asarray, floats)
         run = lambda floats: self._made.train(eqx.combine(floats, others), adjoint)  # noqa: E731
         return jax.grad(lambda floats: real_scalar("function", function, run(floats)))(floats)
@@ -209,13 +212,7 @@ class Record:
             reject_changes(self.folder, self._of_batches, print_of_batches(before.batches), run.x64 == self._run.x64)
         state = self._state(step)
         with own_settings():
-            plan, first, _ = begin(run, inputs)
-            state = taken_over(run, inputs, first, (self._run, self._inputs), state, step)
-            losses, sizes = self._end.losses[:step], sizes_so_far(run, self._run, self._end.noted)
-            if length := run.steps - step:
-                state, late, of_late = run.segment(train_on, inputs, plan, state, jnp.int32(step), static=(length,))
-                losses, sizes = jnp.concatenate([losses, late]), jnp.maximum(sizes if step else 0, of_late)
-            outcome = outcome_of(run, inputs, plan, state, losses, note(run, losses, sizes[None], 0))
+            outcome = gone_on(run, inputs, (self._run, self._inputs), self._end, state, step)
         check_ok(outcome)
         warn(outcome.status)
         return put_together(run, about, outcome, run.steps, made.given["state"], jnp.bool_(True))
@@ -300,7 +297,3 @@ class Record:
             "than when it was recorded. Another version of JAX, other flags of XLA or another processor may round so: open "
             "it where it was made. If that is here, `loss` or `batches` are no functions of their arguments."
         )
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, float) or eqx.is_inexact_array(x)

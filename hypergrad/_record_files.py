@@ -32,7 +32,7 @@ from hypergrad.optimizers.expand import concrete
 from hypergrad.optimizers.past import Past
 from hypergrad.run.disk import DiskWords, writing_to
 from hypergrad.run.fingerprints import state_prints
-from hypergrad.run.forward import forward, steps_of, steps_within
+from hypergrad.run.forward import forward, steps_within
 from hypergrad.run.plan import Plan, Span, marks, schedules
 from hypergrad.run.spec import Inputs, Run
 from hypergrad.run.status import Capacity, Noted, Outcome, assess, note, nothing_kept
@@ -73,8 +73,11 @@ class Made(NamedTuple):
 def apart(tree: Any) -> Any:
     """Each number an array of its own: leaves that have the same one would lie side by side, or share a schedule, and not
     where each is differentiated for itself."""
-    alone = lambda x: isinstance(x, float) or (eqx.is_inexact_array(x) and x.ndim < 2)  # noqa: E731
-    return jax.tree.map(lambda x: jnp.array(x) if alone(x) else x, tree)
+    return jax.tree.map(lambda x: jnp.array(x) if is_float(x) and jnp.ndim(x) < 2 else x, tree)
+
+
+def is_float(x: Any) -> bool:
+    return isinstance(x, float) or eqx.is_inexact_array(x)
 
 
 class End(NamedTuple):
@@ -203,13 +206,6 @@ def outcome_of(run: Run, inputs: Inputs, plan: Plan, end: State, losses: Array, 
 
 def _outcome(run: Run, values: Any, h: Any, plan: Plan, end: State, losses: Array, noted: Noted) -> Outcome:
     return Outcome(final_values(run, end), losses, assess(run, values, h, plan, end, noted, nothing_kept(run)))
-
-
-def train_on(run: Run, length: int, inputs: Inputs, plan: Plan, state: State, first: Array) -> tuple[State, Array, Array]:
-    """(the end, the losses, the largest of `sizes` of gradients), of a run that is in one piece."""
-    xs = Span(first, length).of(steps_of(run, inputs, [schedule.entries for schedule in plan]))
-    end, seen, sizes = forward(run, inputs, state, xs)
-    return end, seen.losses, sizes.max(axis=0)
 
 
 def like_end(run: Run, inputs: Inputs, plan: Plan, first: State) -> End:

@@ -10,10 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from hypergrad._record_files import End, begin, outcome_of
 from hypergrad.run.by_leaf import by_leaf, decays_of, laid_out, links_of
+from hypergrad.run.forward import forward, steps_of
+from hypergrad.run.plan import Plan, Span
 from hypergrad.run.spec import Inputs, Run
-from hypergrad.run.status import Noted
+from hypergrad.run.status import Noted, Outcome, note
 from hypergrad.run.step import State
+
+
+def gone_on(run: Run, inputs: Inputs, before: tuple[Run, Inputs], end: End, state: State, step: int) -> Outcome:
+    """What the other run comes to. end: of the run before; state: after so many of its steps."""
+    plan, first, _ = begin(run, inputs)
+    state = taken_over(run, inputs, first, before, state, step)
+    losses, sizes = end.losses[:step], sizes_so_far(run, before[0], end.noted)
+    if length := run.steps - step:
+        state, late, of_late = run.segment(_train_on, inputs, plan, state, jnp.int32(step), static=(length,))
+        losses, sizes = jnp.concatenate([losses, late]), jnp.maximum(sizes if step else 0, of_late)
+    return outcome_of(run, inputs, plan, state, losses, note(run, losses, sizes[None], 0))
+
+
+def _train_on(run: Run, length: int, inputs: Inputs, plan: Plan, state: State, first: Array) -> tuple[State, Array, Array]:
+    """(the end, the losses, the largest of `sizes` of gradients), of a run that is in one piece."""
+    xs = Span(first, length).of(steps_of(run, inputs, [schedule.entries for schedule in plan]))
+    end, seen, sizes = forward(run, inputs, state, xs)
+    return end, seen.losses, sizes.max(axis=0)
 
 
 def taken_over(run: Run, inputs: Inputs, first: State, before: tuple[Run, Inputs], state: State, step: int) -> State:

@@ -34,7 +34,7 @@ class NonFiniteError(HypergradError, FloatingPointError):
 
 
 class StorageError(HypergradError, OSError):
-    """The files of a run's lost digits cannot be written, or are not what was written."""
+    """The files of a run's lost digits, or of a record, cannot be written, or are not what was written."""
 
 
 for _class in (HypergradError, ReversalError, RangeError, BufferFullError, NonFiniteError, StorageError):

@@ -26,8 +26,8 @@ class Adjoint(abc.ABC):
     compiled.
 
     `run` trains by `hypergrad.run.forward.forward`, which runs over any range of steps, and gives an `Outcome` that JAX can
-    differentiate. One that reverses calls `hypergrad.adjoints.backward.reverse`, also over any range, from the state after
-    it to the state before it, and compares that with what it was.
+    differentiate. One that reverses goes back by `hypergrad.adjoints.segments.Way`, also over any range, from the state
+    after it to the state before it, and compares that with what it was.
     """
 
     exact: ClassVar[bool] = True  # whether the derivative is that of the whole run
