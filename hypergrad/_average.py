@@ -32,18 +32,22 @@ class Evaluated(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def averaged(groups: list[Any], seeds: int, robust: bool) -> Evaluated:
+def averaged(groups: list[Any], seeds: int, robust: bool, failed: Any) -> Evaluated:
     """Means over the finite ones of the first `seeds` of `groups`, in order.
 
+    failed: whether a run has said so; the value and hypergradient of the only seed do not count then, whatever they are.
     robust: hypergradients are weighed by min(1, (MOST median / norm)^2). So one that is too long counts for MOST medians at
     most, and for the less the longer it is: by then it tells nothing of where to go.
     """
     (values, monitors), grads = jax.tree.map(lambda *x: jnp.concatenate(x)[:seeds], *groups)
     finite = [jnp.isfinite(g).reshape(seeds, -1).all(axis=1) for g in jax.tree.leaves(grads)]
     ok = jnp.stack([jnp.isfinite(values), *finite]).all(axis=0)
-    if seeds == 1:  # as it is, for an error to show
+    if seeds == 1:
+        ok = ok & ~jnp.asarray(failed)
         nan = jnp.full_like(values[0], jnp.nan)
-        return Evaluated(values[0], jax.tree.map(lambda g: g[0], grads), monitors[0], nan, nan, values, ok, jnp.int32(0))
+        value, monitor = (jnp.where(ok[0], x[0], jnp.nan).astype(x.dtype) for x in (values, monitors))
+        grads = jax.tree.map(lambda g: g[0], grads)  # as they are, for an error to show
+        return Evaluated(value, grads, monitor, nan, nan, values, ok, jnp.int32(0))
     even = ok.astype(wide(values))
     weights = _weights(grads, ok).astype(even.dtype) if robust else even
     value, monitor = (mean(x, even) for x in (values, monitors))

@@ -96,7 +96,7 @@ class Evaluation:
         except _OnSeveral:
             self.apart = False
             return self._evaluated(learned, fixed, key)
-        result = jax.block_until_ready(averaged(results, self.seeds, self.robust))
+        result = jax.block_until_ready(averaged(results, self.seeds, self.robust, self.ledger.failure is not None))
         return self._evaluated(learned, fixed, key) if self.grown() else (result, self._failure(result))
 
     def value(self, learned: Any, fixed: Any, key: Array, ok: Array) -> Array:

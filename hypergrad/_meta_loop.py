@@ -21,6 +21,7 @@ from hypergrad._average import norm
 from hypergrad._callbacks import Callback, asked, begin, listed, say_what_is_left, say_who_stops, stopped_before
 from hypergrad._checkpoint import Folder, folder_of
 from hypergrad._descent import Descent, Point
+from hypergrad._described import describe_arrays, describe_hypers
 from hypergrad._evaluate import Evaluation, default_key, reject_traced
 from hypergrad._history import MetaStep, best, recorded, restored
 from hypergrad._hyper_names import hyper_path, named_leaves
@@ -30,7 +31,7 @@ from hypergrad._run_record import Run, library_version
 from hypergrad._safe_files import Damaged
 from hypergrad._stability import Stability, worst_growth
 from hypergrad.callbacks import StopOnGrowth
-from hypergrad.hypers import check_hypers, describe_arrays, describe_hypers, is_domain, split_fixed
+from hypergrad.hypers import check_hypers, describe, is_domain, split_fixed
 
 
 @jax.jit  # one program; called eagerly, one for each operation
@@ -69,11 +70,11 @@ class MetaLoop:
     ) -> None:
         meta_steps, seeds_per_step = _count("meta_steps", meta_steps), _count("seeds_per_step", seeds_per_step)
         self.callbacks = listed(callbacks)
-        _check_arguments(meta_optimizer, aggregate)
+        _check_arguments(meta_optimizer, aggregate, skip_nonfinite)
         self.evaluation = Evaluation(train_fn, val_fn, monitor_fn, seeds=seeds_per_step, jit=jit, watch=diagnose)
         self.descent = Descent(meta_optimizer, self.evaluation)
         self.aggregate = aggregate
-        self.meta_steps, self.skip_nonfinite = meta_steps, skip_nonfinite
+        self.meta_steps, self.skip_nonfinite = meta_steps, bool(skip_nonfinite)
         guarded = any(isinstance(c, StopOnGrowth) for c in self.callbacks)
         self.guard = None if guarded or not stop_on_growth else StopOnGrowth()
         self.callbacks += [self.guard] if self.guard else []
@@ -83,7 +84,7 @@ class MetaLoop:
             "library version": library_version(),
             "key": str(jax.random.key_data(self.key) if jnp.issubdtype(self.key.dtype, jax.dtypes.prng_key) else self.key),
             "seeds_per_step": seeds_per_step,
-            "skip_nonfinite": skip_nonfinite,
+            "skip_nonfinite": self.skip_nonfinite,
             "monitor_fn": "given" if monitor_fn else "none",
         }
 
@@ -267,11 +268,13 @@ def _count(name: str, value: Any) -> int:
     raise ValueError(f"`{name}` must be an integer of at least 1; got {value!r}.")
 
 
-def _check_arguments(meta_optimizer: Any, aggregate: Any) -> None:
+def _check_arguments(meta_optimizer: Any, aggregate: Any, skip_nonfinite: Any) -> None:
     if not (hasattr(meta_optimizer, "init") and hasattr(meta_optimizer, "update")):
         raise TypeError(
             f"`meta_optimizer` must be an optax transformation like optax.adam(0.04); got {type(meta_optimizer).__name__}."
         )
+    if not isinstance(skip_nonfinite, (bool, np.bool_)):
+        raise TypeError(f"`skip_nonfinite` must be True or False; got {describe(skip_nonfinite)}.")
     if aggregate not in (None, "clipped", "mean"):
         raise ValueError(f'`aggregate` must be "clipped", "mean", or None for what suits meta_optimizer; got {aggregate!r}.')
 

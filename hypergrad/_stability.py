@@ -34,7 +34,7 @@ class Stability:
         if len(history) == 1 and math.isnan(history[0].value) and math.isnan(done.value):
             why = "" if done.status is None else done.status.sentence()
             warnings.warn(
-                "hg.optimize: no seed of the first two meta-steps gave a finite value, so nothing is learned"
+                "hg.optimize: no seed of the first two meta-steps gave a finite value and gradient, so nothing is learned"
                 f"{f': {why}' if why else '.'}",
                 stacklevel=5,
             )

@@ -87,7 +87,7 @@ class StopOnGrowth:
     """
 
     def __init__(self, factor: float = 10.0, patience: int = 3) -> None:
-        if not factor > 1 or patience < 1:
+        if not factor > 1 or not patience >= 1:
             raise ValueError(f"StopOnGrowth needs factor > 1 and patience >= 1; got {factor!r} and {patience!r}.")
         self.factor, self.patience = factor, patience
         self.begin(None)
@@ -124,7 +124,7 @@ class EarlyStopping:
     """
 
     def __init__(self, patience: int = 10, tolerance: float = 0.0) -> None:
-        if patience < 1 or not tolerance >= 0:
+        if not patience >= 1 or not tolerance >= 0:
             raise ValueError(f"EarlyStopping needs patience >= 1 and tolerance >= 0; got {patience!r} and {tolerance!r}.")
         self.patience, self.tolerance = patience, tolerance
         self.begin(None)

@@ -41,5 +41,6 @@ def concrete_dropout(key: Array, x: Array, rate: Any, temperature: float = 0.1) 
     x = jnp.asarray(x)
     wide = np.promote_types(x.dtype, np.float32)  # of 16 bits, noise has too few levels for small rates
     rate = jnp.asarray(rate).astype(wide)
-    logit = jnp.log1p(-rate) - jnp.log(rate) + jax.random.logistic(key, x.shape, wide)
+    shape = jnp.broadcast_shapes(x.shape, rate.shape)
+    logit = jnp.log1p(-rate) - jnp.log(rate) + jax.random.logistic(key, shape, wide)
     return (x.astype(wide) * jax.nn.sigmoid(logit / temperature) / (1 - rate)).astype(x.dtype)

@@ -3,7 +3,6 @@
 Invariant: `natural(positive(x)) == x` up to rounding, and every unconstrained value maps into the domain.
 """
 
-import hashlib
 import math
 import numbers
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from hypergrad._processes import divided, whole
 from hypergrad._shown import shown
 from hypergrad.batches import check_key
 from hypergrad.exact import substitute
-from hypergrad.schedules import has_knots, is_knots, leaves_with_knots, refuse_arithmetic, spread
+from hypergrad.schedules import has_knots, refuse_arithmetic, spread
 
 
 _UNIT_MARGIN = 2.0**-16  # the smallest momentum that the exact layer represents
@@ -190,32 +189,6 @@ def check_hypers(hypers: Any) -> Any:
     return eqx.combine(jax.tree_util.tree_map_with_path(convert, learned), fixed_)
 
 
-def describe_hypers(hypers: Any) -> dict[str, str]:
-    """What each leaf is, by path: "float32[100] in positive", and for what is fixed its value or a digest of it."""
-    found = {}
-    for path, domain in jax.tree_util.tree_leaves_with_path(hypers, is_leaf=lambda x: is_domain(x) or is_knots(x)):
-        for inner, x, made in leaves_with_knots(domain):
-            kind = f"{domain.kind} {domain.low:.6g}..{domain.high:.6g}" if is_domain(domain) else "the real line"
-            fixed_ = is_domain(domain) and domain.kind == "fixed"
-            of = f"fixed at {_digest(x)}" if fixed_ else kind.removesuffix(" -inf..inf")
-            found[hyper_path((*path, *inner))] = f"{describe(x)} in {of}{made}"
-    return found
-
-
-def _digest(x: Any) -> str:
-    if not eqx.is_array_like(x):  # a function by its name: another process knows nothing else of it
-        return hashlib.sha256(x).hexdigest()[:16] if isinstance(x, bytes) else getattr(x, "__qualname__", type(x).__name__)
-    if jnp.ndim(x) == 0:
-        return str(x)
-    numbers = jax.random.key_data(x) if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) else x
-    return hashlib.sha256(whole(numbers).tobytes()).hexdigest()[:16]
-
-
-def describe_arrays(tree: Any) -> dict[str, str]:
-    """`{path: "float32[3]"}` of every leaf."""
-    return {jax.tree_util.keystr(path): describe(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
 def describe(leaf: Any) -> str:
     """A leaf in an error: `int32[3]`, `the class SGD itself`, or the type's name."""
     if isinstance(leaf, type):
@@ -292,7 +265,7 @@ def _is_real(leaf: Any) -> bool:
 
 
 def _is_known_scalar(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.ndim and _is_real(x)
+    return isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, jax.core.Tracer) and not x.ndim and _is_real(x)
 
 
 def _as_float(x: Any) -> Array:

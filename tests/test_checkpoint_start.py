@@ -1,5 +1,7 @@
 """Which start a folder goes on from, and that it stops where its callbacks did."""
 
+import enum
+import functools
 import pathlib
 from typing import Any
 
@@ -10,6 +12,10 @@ import pytest
 from covering import long
 
 import hypergrad as hg
+
+
+class Kind(enum.Enum):
+    ONE, TWO = 1, 2
 
 
 def run(folder: pathlib.Path | None, start: Any, meta_steps: int, scale: float = 1.0, **options: Any) -> hg.Result:
@@ -42,7 +48,15 @@ def test_what_another_machine_rounds_is_the_same_start(tmp_path: pathlib.Path) -
 
 
 @pytest.mark.parametrize(
-    ("there", "here"), [(jnp.tanh, jnp.sin), (b"a", b"b"), ("a", "b")], ids=["function", "bytes", "str"]
+    ("there", "here"),
+    [
+        (jnp.tanh, jnp.sin),
+        (b"a", b"b"),
+        ("a", "b"),
+        (Kind.ONE, Kind.TWO),
+        (functools.partial(jnp.clip, min=0), functools.partial(jnp.clip, min=1)),
+    ],
+    ids=["function", "bytes", "str", "enum", "partial"],
 )
 def test_another_fixed_leaf_is_another_run(there: Any, here: Any, tmp_path: pathlib.Path) -> None:
     def go(fixed: Any) -> hg.Result:

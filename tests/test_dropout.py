@@ -101,3 +101,8 @@ def test_it_takes_one_key_and_floats() -> None:
             hg.concrete_dropout(*arguments)
     with pytest.raises(ValueError, match="must be one key"):
         hg.concrete_dropout(jax.random.split(KEY, 3), x, 0.5)
+
+
+def test_each_entry_has_noise_of_its_own_where_rates_have_more_axes() -> None:
+    found = hg.concrete_dropout(jax.random.key(0), jnp.ones(50), jnp.full((3, 1), 0.3))
+    assert found.shape == (3, 50) and len({row.tobytes() for row in np.asarray(found)}) == 3

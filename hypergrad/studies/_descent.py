@@ -19,6 +19,7 @@ from hypergrad.studies._chains import Chain, is_free
 
 
 _MARGIN = 1e-3  # of an interval: a number at its very bound has no finite coordinate, and starts so far inside
+_LEAST = 1e-12  # of an interval: how near to a bound descent comes
 _BACK_OFF = 0.25  # of the update, for each attempt that failed
 _REMEMBERED = 64  # chains
 
@@ -43,7 +44,8 @@ class Axes(NamedTuple):
 
     def natural(self, u: np.ndarray) -> np.ndarray:
         """The inverse, within the bounds."""
-        bounded = self.low + (self.high - self.low) * (1 + np.tanh(np.where(self.log, 0.0, u) / 2)) / 2
+        p = 1 / (1 + np.exp(-np.clip(np.where(self.log, 0.0, u), np.log(_LEAST), -np.log(_LEAST))))
+        bounded = self.low + (self.high - self.low) * p
         largest = np.log(np.where(self.log, self.high, 1.0))
         positive = np.exp(np.minimum(np.where(self.log, u, 0.0), largest))
         return np.clip(np.where(self.log, positive, bounded), self.low, self.high)
@@ -54,7 +56,8 @@ class Axes(NamedTuple):
         return np.where(self.log, x, (self.high - self.low) * p * (1 - p))
 
     def _inside(self, x: np.ndarray) -> np.ndarray:
-        return np.clip((x - self.low) / (self.high - self.low), _MARGIN, 1 - _MARGIN)
+        p = (x - self.low) / (self.high - self.low)
+        return np.where((p > 0) & (p < 1), p, np.clip(p, _MARGIN, 1 - _MARGIN))
 
 
 class Point(NamedTuple):

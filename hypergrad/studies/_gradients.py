@@ -10,7 +10,8 @@ import optuna
 from optuna.distributions import FloatDistribution
 from optuna.trial import FrozenTrial
 
-from hypergrad.hypers import Domain, describe, describe_hypers, is_domain, split_fixed
+from hypergrad._described import describe_hypers
+from hypergrad.hypers import Domain, describe, is_domain, split_fixed
 from hypergrad.studies import _marks
 from hypergrad.studies._descent import Axes
 from hypergrad.studies._trees import elements_of

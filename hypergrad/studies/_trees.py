@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optuna
 
+from hypergrad._described import describe_hypers
 from hypergrad._safe_files import digest
-from hypergrad.hypers import check_hypers, describe_hypers, scatter, split_fixed
+from hypergrad.hypers import check_hypers, scatter, split_fixed
 from hypergrad.studies import _marks
 
 
