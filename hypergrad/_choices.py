@@ -81,5 +81,6 @@ def _equation(e: Any, _: Jaxpr) -> Any:
     make = _CHOICES.get(e.primitive)
     if make is None or not is_float(e.outvars[0]):
         return e if e.primitive.name in _OPAQUE else None
-    (call,) = jax.make_jaxpr(make(**e.params))(*(x.aval for x in e.invars)).jaxpr.eqns
+    with jax.disable_jit(False):
+        (call,) = jax.make_jaxpr(make(**e.params))(*(x.aval for x in e.invars)).jaxpr.eqns
     return e.replace(primitive=call.primitive, params=call.params)

@@ -223,7 +223,7 @@ def rules_of(loss: Any, program: Program, constants: list[Any], arguments: Any) 
 
 def _derived(function: Callable[..., Any], along: tuple[Any, ...], *rest: Any) -> tuple[Key, list[Any], bool] | None:
     """What the derivatives of function(*along, *rest) compute, to the second order if there is one, what they hold, and
-    whether they read named axes.
+    whether they read named axes. Where the second order cannot be traced, and may have rules of its own, none is like it.
 
     None: it has no derivative. Who asks for it will be told; training alone does not need it.
     """
@@ -239,7 +239,8 @@ def _derived(function: Callable[..., Any], along: tuple[Any, ...], *rest: Any) -
     for order in (second, first):
         with contextlib.suppress(Exception):
             program, held = programs.trace(order, along, *rest)
-            return key_today(program), held, reads_axes(program)
+            seen = order is second or not any(map(own_rule, equations(program.jaxpr)))
+            return key_today(program) if seen else Key((object(),)), held, reads_axes(program)
     return None
 
 
@@ -262,8 +263,15 @@ def _symmetric(jaxpr: Jaxpr) -> bool:
     A loss whose derivative rules are its own has a field in the place of a gradient, which may be the gradient of nothing. A
     `stop_gradient` is a constant to all derivatives, so that what is left is a gradient. Through floats of 8 bits a product
     with J is rounded to two or three of them, and one with its transpose otherwise: it is taken as JAX's reverse mode does.
+    So it is where JAX has one of the two products alone (`_ONE_SIDED`).
     """
-    return not any(map(own_rule, equations(jaxpr))) and all(mantissa >= 7 for _, mantissa in _floats(jaxpr))
+    certain = not any(own_rule(e) or e.primitive.name in _ONE_SIDED for e in equations(jaxpr))
+    return certain and all(mantissa >= 7 for _, mantissa in _floats(jaxpr))
+
+
+# Of a matrix they read one triangle, and their derivatives both: no field of a gradient, where it is not made symmetric
+# before. And what has no second derivative in the parameter that theta may be.
+_ONE_SIDED = {"cholesky", "eigh", "igamma", "igammac"}
 
 
 def _narrow(jaxpr: Jaxpr) -> bool:

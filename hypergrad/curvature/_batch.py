@@ -122,20 +122,25 @@ def _second_moment(batch: Batch, leaf: int) -> Array:
     return jnp.mean(wide(batch.of_examples(leaf)) ** 2, 0)
 
 
-def _mean_gradient(batch: Batch, leaf: int) -> Array:
-    """g: of a leaf of one position, without the gradients of the examples."""
+def variance(batch: Batch) -> list[Array]:
+    """mean_n (grad l_n - g)^2."""
+    return batch.rounded([_variance(batch, i) for i in range(len(batch.weights))])
+
+
+def _variance(batch: Batch, leaf: int) -> Array:
     pair = batch.first_pair(leaf)
     if pair is not None:
         use, a, b = pair
-        if a.shape[2] == 1:
-            return batch.spread(use, jnp.einsum("ngti,ngto->gio", a, b) / batch.count)
-    return jnp.mean(wide(batch.of_examples(leaf)), 0)
-
-
-def variance(batch: Batch) -> list[Array]:
-    """mean_n (grad l_n)^2 - g^2; not below zero, where rounding would say so."""
-    each = range(len(batch.weights))
-    return batch.rounded([jnp.maximum(_second_moment(batch, i) - _mean_gradient(batch, i) ** 2, 0) for i in each])
+        if a.shape[2] == 1:  # of what is left beside the first example, or digits that all share would be lost
+            first_a, first_b = a[:1], b[:1]
+            p, q = a - first_a, b - first_b
+            squares = [(p * p, b * b), (2 * p * first_a, b * q), (jnp.broadcast_to(first_a * first_a, a.shape), q * q)]
+            means = [(p, b), (jnp.broadcast_to(first_a, a.shape), q)]
+            second, mean = (
+                sum(jnp.einsum("ngti,ngto->gio", x, y) for x, y in terms) / batch.count for terms in (squares, means)
+            )
+            return batch.spread(use, jnp.maximum(second - mean**2, 0))
+    return jnp.var(wide(batch.of_examples(leaf)), 0)
 
 
 def ggn_diagonal(batch: Batch, sampled: bool = False) -> list[Array]:

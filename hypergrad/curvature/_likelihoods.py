@@ -15,7 +15,7 @@ from jax import Array
 from jax.extend.core import Literal
 
 from hypergrad.curvature._flat import LIKELIHOOD, Flat, likelihood_of
-from hypergrad.curvature._uses import Found, is_linear, linear_in
+from hypergrad.curvature._uses import Found, is_linear, is_piecewise, linear_in, without_examples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,22 +146,24 @@ def find_end(found: Found) -> End | None:
 
 
 def _past_the_end(found: Found, place: int) -> bool:
-    """Whether the loss is linear in this equation's result, and not in what each layer and each general weight gives it on
-    ways that pass no other layer. What bends is before this place then, in several others, and the GGN of a model that ended
-    here would be zero."""
+    """Whether the loss is linear in this equation's result, piece by piece at least, and not in what each layer and each
+    general weight gives it on ways that pass no other layer. What bends is before this place then, in several others, and
+    the GGN of a model that ended here would be zero."""
     flat, depends = found.flat, _depending(found.flat)
     coefficients = {x for e in flat.equations for x in e.outvars if x not in depends} | set(flat.jaxpr.invars)
-    if not linear_in(flat, set(flat.equations[place].outvars), coefficients):
+    rule = is_linear if linear_in(flat, set(flat.equations[place].outvars), coefficients) else is_piecewise
+    linear = lambda flat, of: linear_in(flat, of, coefficients, rule)  # noqa: E731
+    if not linear(flat, set(flat.equations[place].outvars)):
         return False
     layers = {use.index for use in found.uses}
-    if not all(linear_in(_beside(flat, layers - {i}), set(flat.equations[i].outvars), coefficients) for i in layers):
+    if not all(linear(_beside(flat, layers - {i}), set(flat.equations[i].outvars)) for i in layers):
         return True
     beside = _beside(flat, layers)
     general = _reached(flat, {x for i, x in enumerate(flat.weights) if i in found.reads})
     others = {x for e in flat.equations for x in e.outvars} | set(flat.jaxpr.invars)
     readers = [flat.equations[i] for i in set().union(*found.reads.values())]
     return not all(
-        is_linear(e, general, others) and linear_in(beside, set(e.outvars), coefficients)
+        rule(e, general, others) and linear(beside, set(e.outvars))
         for e in readers
         if any(e is other for other in beside.equations)
     )
@@ -181,7 +183,8 @@ def _likelihood_end(found: Found) -> End | None:
     """One call of one known function, of outputs that all layers go through, in whose values the loss is linear."""
     flat = found.flat
     depends, made = _depending(flat), {x: i for i, e in enumerate(flat.equations) for x in e.outvars}
-    marked = {i: kind for i, e in enumerate(flat.equations) if (kind := likelihood_of(e)) is not None}
+    penalties = without_examples(flat)
+    marked = {i: kind for i, e in enumerate(flat.equations) if (kind := likelihood_of(e)) and not penalties >= {*e.outvars}}
     if LOG_SOFTMAX.name in marked.values():  # it says more than who called it: targets need not sum to 1
         marked = {i: kind for i, kind in marked.items() if kind == LOG_SOFTMAX.name}
     read = {x for i in marked for x in _read(flat, i) if made.get(x) not in marked}

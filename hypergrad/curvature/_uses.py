@@ -7,6 +7,7 @@ example at a time.
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import Jaxpr, Literal
 
-from hypergrad._program_keys import Same
+from hypergrad._program_keys import Same, programs_in
 from hypergrad.curvature._flat import LAYER, Flat
 from hypergrad.curvature._kinds import PATTERNS, REGISTERED, Layer
 
@@ -29,6 +30,11 @@ LINEAR = {
     "reduce_sum", "slice", "concatenate",
 }  # fmt: skip
 OF_THE_FIRST = {"div", "gather", "dynamic_slice"}  # linear in their first operand
+# Linear but where they bend: a second derivative of them is zero.
+PIECEWISE = {
+    "select_n", "max", "min", "clamp", "abs", "reduce_max", "reduce_min", "cummax", "cummin", "cumsum", "sort", "pad",
+    "split", "rev", "scatter", "scatter-add", "dynamic_update_slice", "reduce_window_sum", "optimization_barrier", "cond",
+}  # fmt: skip
 
 
 class View(NamedTuple):
@@ -146,7 +152,7 @@ def _matched(e: Any, place: int, view: View, alone: bool) -> tuple[Layer | None,
 
 def _sorted_out(flat: Flat, uses: list[Use], opaque: list[Use], general: dict[int, str]) -> Found:
     registered = {use.leaf for use in uses if _is_call(flat.equations[use.index])}
-    constant = _without_examples(flat)
+    constant = without_examples(flat)
     added_alone = {i: _only_added(flat, [flat.equations[i]], constant) for i in {use.index for use in (*uses, *opaque)}}
     kept = []
     for use in uses:
@@ -191,7 +197,7 @@ def _variables(e: Any) -> list[Any]:
     return [x for x in e.invars if not isinstance(x, Literal)]
 
 
-def _without_examples(flat: Flat) -> set[Any]:
+def without_examples(flat: Flat) -> set[Any]:
     """Variables that depend on parameters, theta and constants alone."""
     constant = set(flat.jaxpr.invars[: flat.constants + flat.parameters + flat.thetas])
     for e in flat.equations:
@@ -206,21 +212,54 @@ def _only_added(flat: Flat, equations: list[Any], constant: set[Any]) -> bool:
     return given <= constant and linear_in(flat, given, constant)
 
 
-def linear_in(flat: Flat, given: set[Any], constant: set[Any]) -> bool:
-    """Whether the loss is linear in these variables, as far as they do not make constants; constant: its coefficients."""
+def is_linear(e: Any, given: set[Any], constant: set[Any]) -> bool:
+    """Whether an equation is linear in the variables given, up to a constant."""
+    met, others = _met(e, given)
+    name, of_first = e.primitive.name, e.invars[0] is met[0]
+    if name == "select_n":  # by a mask
+        return isinstance(e.invars[0], Literal) or (not of_first and e.invars[0] in constant)
+    scaled = name in ("mul", "dot_general") or (name in OF_THE_FIRST and of_first)
+    return name in LINEAR or (scaled and len(met) == 1 and all(x in constant for x in others))
+
+
+def is_piecewise(e: Any, given: set[Any], constant: set[Any]) -> bool:
+    """The same on each of several pieces, whatever says which."""
+    _, others = _met(e, given)
+    if e.primitive.name in PIECEWISE or is_linear(e, given, constant.union(others)):
+        return True
+    called = [x for x in programs_in(tuple(e.params.values())) if len(x.invars) == len(e.invars)]
+    return bool(called) and all(_straight(x.eqns, _inside(x, e, given), set(), is_piecewise) for x in called)
+
+
+def _inside(called: Jaxpr, e: Any, given: set[Any]) -> set[Any]:
+    """What of the variables given a program that an equation calls knows."""
+    pairs = zip(called.invars, e.invars, strict=True)
+    return {x for x, outside in pairs if not isinstance(outside, Literal) and outside in given}
+
+
+Rule = Callable[[Any, set[Any], set[Any]], bool]
+
+
+def linear_in(flat: Flat, given: set[Any], constant: set[Any], rule: Rule = is_linear) -> bool:
+    """Whether the loss is linear in these variables, as far as they do not make constants; constant: its coefficients. What
+    is no float, as a comparison, passes no derivative on."""
+    return _straight(flat.equations, given, constant, rule)
+
+
+def _straight(equations: Iterable[Any], given: set[Any], constant: set[Any], rule: Rule) -> bool:
     reached = set(given)
-    for e in flat.equations:
-        met = [x for x in _variables(e) if x in reached]
-        if not met or given & set(e.outvars):
+    for e in equations:
+        if reached.isdisjoint(_variables(e)) or given & set(e.outvars):
             continue
-        if not (is_linear(e, reached, constant) or all(x in constant for x in e.outvars)):
+        if e.primitive.name == "stop_gradient" or not any(jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in e.outvars):
+            continue
+        if not (rule(e, reached, constant) or all(x in constant for x in e.outvars)):
             return False
         reached.update(e.outvars)
     return True
 
 
-def is_linear(e: Any, given: set[Any], constant: set[Any]) -> bool:
-    """Whether an equation is linear in the variables given, up to a constant."""
+def _met(e: Any, given: set[Any]) -> tuple[list[Any], list[Any]]:
+    """(what it reads of the variables given, what else)"""
     met, others = ([x for x in _variables(e) if (x in given) == inside] for inside in (True, False))
-    scaled = e.primitive.name in ("mul", "dot_general") or (e.primitive.name in OF_THE_FIRST and e.invars[0] is met[0])
-    return e.primitive.name in LINEAR or (scaled and len(met) == 1 and all(x in constant for x in others))
+    return met, others

@@ -248,3 +248,44 @@ def test_a_loss_that_has_come_to_zero_is_not_accused(scale: float) -> None:
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(scale * outputs(w)), labels[:, None], axis=1))
 
     assert hg.check_reversal(loss, w, hg.HeavyBall(1e-3, 0.9), hg.full_batch(None), steps=5).exact
+
+
+def triangle(w: Any, theta: Any, _: Any) -> Any:
+    """Of a matrix that is not symmetric the value reads one triangle, and JAX's derivative both."""
+    return jnp.sum(jax.scipy.linalg.cholesky(w + theta * jnp.eye(2), lower=True) ** 3)
+
+
+def survival(w: Any, theta: Any, _: Any) -> Any:
+    """JAX has its second derivative in w and in both, and none in theta."""
+    return jnp.sum(jax.scipy.special.gammainc(theta, 1.0 + w**2))
+
+
+ONE_SIDED = {"cholesky": (triangle, [[2.0, 0.3], [0.3, 1.5]]), "gammainc": (survival, [0.3, 0.7])}
+
+
+@pytest.mark.parametrize("name", ONE_SIDED)
+def test_what_jax_has_one_product_of(name: str) -> None:
+    loss, start = ONE_SIDED[name]
+
+    def end(rate: Any, theta: Any, adjoint: Any) -> Any:
+        run = hg.train(loss, jnp.array(start), hg.SGD(rate, 0.5), BATCHES, theta=theta, steps=5, adjoint=adjoint)
+        return jnp.sum(jnp.sin(run.params) * jnp.arange(1.0, run.params.size + 1).reshape(run.params.shape))
+
+    found, expected = (jax.grad(end, (0, 1))(0.1, 1.0, adjoint) for adjoint in (hg.Reversible(), hg.Unrolled()))
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_a_rule_of_a_rule_that_has_changed_is_another_program() -> None:
+    """Where no second derivative can be traced, programs are told apart by the first: it does not show what the rule of a
+    rule does."""
+    strength = [1.0]
+    square = jax.custom_jvp(lambda x: x**2)
+    square.defjvp(lambda primals, tangents: (square(primals[0]), strength[0] * primals[0] * tangents[0]))
+    cube = jax.custom_jvp(lambda x: x**3)
+    cube.defjvp(lambda primals, tangents: (cube(primals[0]), square(primals[0]) * tangents[0]))
+    loss = lambda w, theta, _: jnp.sum(cube(w)) + survival(w, theta, _)  # noqa: E731
+    end = lambda w: jnp.sum(hg.train(loss, w, hg.SGD(0.1, 0.5), BATCHES, theta=1.5, steps=3).params)  # noqa: E731
+    slopes = []
+    for strength[0] in (1.0, 3.0):  # noqa: B007
+        slopes.append(jax.grad(end)(jnp.array([0.3, 0.7])))
+    assert np.abs(slopes[0] - slopes[1]).max() > 1e-2

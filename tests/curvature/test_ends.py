@@ -48,6 +48,8 @@ ENDS: dict[str, tuple[Any, str | None]] = {
         jnp.stack([f, 2 * f], 1), b["y"], axis=(-2, -1)).mean(), None),
     "targets broadcast": (lambda f, b: optax.sigmoid_binary_cross_entropy(
         f[:, :, None], rows(b)[:, None, :]).mean(), None),
+    "examples left out": (lambda f, b: jnp.where(b["y"] > 0, integer(f, b["y"]), 0).mean(), "softmax_cross_entropy"),
+    "of bounded losses": (lambda f, b: jnp.minimum(integer(f, b["y"]), 1.0).mean(), None),
     "two": (lambda f, b: (integer(f, b["y"]) + integer(2 * f, b["y"])).mean(), None),
     "focal": (lambda f, b: (integer(f, b["y"]) ** 2).mean(), None),
     "smoothed by hand": (lambda f, b: (integer(f, b["y"]) + 0.1 * jax.nn.log_softmax(f)[:, 0]).mean(), None),
@@ -64,6 +66,7 @@ ENDS: dict[str, tuple[Any, str | None]] = {
     "another axis",
     "masked",
     "classes along two axes",
+    "examples left out",
     "two",
 )
 def test_ends(name: str) -> None:
@@ -156,6 +159,37 @@ def test_where_a_sum_of_losses_meets_is_no_end(loss: Any) -> None:
     weights = list(normal(np.random.default_rng(7), 2, 3)) if loss is heads else [jnp.ones(3), jnp.ones(())]
     with pytest.raises(ValueError, match="adds losses of several outputs.*take the curvature of each apart and add"):
         quantities(loss, weights, None, X, "ggn_diagonal")
+
+
+BENT: dict[str, Any] = {
+    "where": lambda x: jnp.where(jnp.arange(len(x)) > 0, x, 0).mean(),
+    "minimum": lambda x: jnp.minimum(x, 8.0).mean(),
+    "nan_to_num": lambda x: jnp.nan_to_num(x).mean(),
+    "relu": lambda x: jax.nn.relu(x).mean(),
+    "absolute": lambda x: (jnp.abs(x - 0.1) + 0.1).mean(),
+    "cumsum": lambda x: jnp.cumsum(x)[-1],
+    "pad": lambda x: jnp.pad(x, (0, 1)).sum(),
+    "mask": lambda x: jnp.mean((x < 8.0) * x),
+    "cond": lambda x: jnp.mean(jax.vmap(lambda x: jax.lax.cond(x > -1, lambda x: x, lambda x: 0 * x, x))(x)),
+}
+
+
+@some_of("name", BENT, "where", "relu", "mask")
+def test_nor_where_what_follows_is_straight_piece_by_piece(name: str) -> None:
+    two = lambda p, theta, b: BENT[name]((b @ p[0]) ** 2 + (jnp.tanh(b @ p[1]) - 1) ** 2)  # noqa: E731
+    with pytest.raises(ValueError, match="adds losses of several outputs"):
+        quantities(two, list(normal(np.random.default_rng(7), 2, 3)), None, X, "ggn_diagonal")
+
+
+def test_a_penalty_by_a_known_function_is_no_end() -> None:
+    net = dense()
+    penalized = lambda p, theta, b: net.loss(p, None, b) + optax.l2_loss(p["w"]).sum()  # noqa: E731
+    assert analysed(penalized, net.params, None, net.batch)[1] == analysed(net.loss, net.params, None, net.batch)[1]
+
+
+def test_an_absolute_error_has_no_curvature() -> None:
+    found = quantities(lambda p, theta, b: jnp.mean(jnp.abs(b @ p[0] - 1)), [jnp.ones(3)], None, X, "ggn_diagonal")
+    np.testing.assert_array_equal(found["ggn_diagonal"][0], 0)
 
 
 def test_the_curvature_of_a_loss_that_is_linear_in_its_outputs_is_none() -> None:

@@ -247,3 +247,13 @@ def test_gradients_through_quantities() -> None:
     found = jax.grad(spread)(net.params)["w"][0, 0]
     moved = [spread({**net.params, "w": net.params["w"].at[0, 0].add(s * size)}) for s in (1, -1)]
     assert abs(float(found - (moved[0] - moved[1]) / (2 * size))) < 1e-7
+
+
+def test_the_variance_of_gradients_that_share_their_digits() -> None:
+    """In float32: means of squares less squares of means would be nothing but rounding."""
+    x, y = 1 + 1e-4 * np.arange(4.0)[:, None], np.full((4, 1), 1000.0)
+    loss = lambda p, theta, b: jnp.mean((b[0] @ p - b[1]) ** 2)  # noqa: E731
+    batch = (jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32))
+    found = quantities(loss, jnp.ones((1, 1), jnp.float32), None, batch, "variance")["variance"]
+    each = 2 * (np.float32(x) - y.astype(np.float64)) * np.float32(x)
+    np.testing.assert_allclose(found, np.var(each, 0)[:, None], rtol=2e-3)
