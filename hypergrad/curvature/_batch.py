@@ -131,7 +131,8 @@ def _variance(batch: Batch, leaf: int) -> Array:
     pair = batch.first_pair(leaf)
     if pair is not None:
         use, a, b = pair
-        if a.shape[2] == 1:  # of what is left beside the first example, or digits that all share would be lost
+        if a.shape[2] == 1:
+            # Of g_n - g_0 = p_n b_n + a_0 q_n: in g_n alone, digits that all of them share would be lost.
             first_a, first_b = a[:1], b[:1]
             p, q = a - first_a, b - first_b
             squares = [(p * p, b * b), (2 * p * first_a, b * q), (jnp.broadcast_to(first_a * first_a, a.shape), q * q)]
