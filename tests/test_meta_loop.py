@@ -11,7 +11,6 @@ import optax
 import pytest
 from covering import long
 from test_optimize import RATE, loss, trainer, val_fn
-from tiny import fails
 
 import hypergrad as hg
 
