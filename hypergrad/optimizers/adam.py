@@ -38,7 +38,7 @@ class Adam(Optimizer):
     standard deviation of 1.5e-10 in m at b1 = 0.9 and of 5.5e-21 in s at b2 = 0.999 (about as much where weights have
     their own decays). So s is exact to 1e-6 where |g| is 1e-7 and to 1e-4 where it is 1e-8, once 1/(1 - b2) steps filled
     it; in the first steps it is smaller than g^2 by c_2, so that gradients of 1e-9 are noise there. What noise takes from s
-    below the least that m allows, m^2 (1 - b1^2/b2) (1 - b2) / (1 - b1)^2, is put back, so that no step gets large by it. s
+    below what m allows, 0.998 of m^2 (1 - b1^2/b2) (1 - b2) / (1 - b1)^2, is put back, so that no step gets large by it. s
     is never negative, and may grow to 2^22. Where it is zero, its derivative is taken as zero.
     """
 
@@ -62,7 +62,7 @@ class Adam(Optimizer):
     def begin(self, h: dict[str, Array], z: dict[str, Array]) -> dict[str, Array]:
         """Nothing is put back into an s that does not have the least already: it was not made from m by these decays."""
         mean, square = (jax.lax.stop_gradient(z[name])[None] for name in ("mean", "square"))
-        return {**h, "least": jnp.where(jnp.sqrt(square) >= 0.999 * h["least"] * jnp.abs(mean), h["least"], 0)}
+        return {**h, "least": jnp.where(jnp.sqrt(square) >= h["least"] * jnp.abs(mean), h["least"], 0)}
 
 
 class AdamW(Adam):
@@ -114,15 +114,16 @@ def _larger_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> 
 
 @jax.jit
 def _least(b1: Array, b2: Array) -> Array:
-    """r with sqrt(s) >= r |m| whatever the gradients were, by Cauchy and Schwarz; 0 where nothing bounds m. [1, ..]
+    """r with sqrt(s) > r |m| whatever the gradients were, by Cauchy and Schwarz; 0 where nothing bounds m. [1, ..]
 
     m_t^2 <= q_t s_t with q_t = (b1^2 / b2) q_(t-1) + (1 - b1)^2 / (1 - b2), the decays being those of step t, so q never
     exceeds the largest of the second summand over 1 - the largest of the first factor.
     """
     kept = jnp.max(b1**2 / b2, axis=0, keepdims=True)
     fresh = jnp.max((1 - b1) ** 2 / (1 - b2), axis=0, keepdims=True)
-    # What it replaces is noise, which has no derivative.
-    return jax.lax.stop_gradient(jnp.sqrt(jnp.maximum(1 - kept, 0) / fresh))
+    # What it replaces is noise, which has no derivative. A thousandth lower, since gradients that grow by b2 / b1 a step,
+    # and the first where b1^2 is next to nothing, attain it, and sqrt(s) has another derivative in the decays.
+    return jax.lax.stop_gradient(0.999 * jnp.sqrt(jnp.maximum(1 - kept, 0) / fresh))
 
 
 def bias_correction(b: Array, before: Array | None, steps: int) -> Array:

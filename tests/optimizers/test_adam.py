@@ -64,7 +64,7 @@ def test_where_second_moments_are_lost_the_bound_has_its_derivative_in_the_bias_
         return run.params[1] - run.params[0]
 
     def predicted(a: jax.Array, b1: jax.Array, b2: jax.Array) -> jax.Array:
-        least = jax.lax.stop_gradient(jnp.sqrt((1 - b1**2 / b2) * (1 - b2)) / (1 - b1))
+        least = jax.lax.stop_gradient(0.999 * jnp.sqrt((1 - b1**2 / b2) * (1 - b2)) / (1 - b1))
         t = jnp.arange(1, steps + 1)
         return jnp.sum(2 * a * jnp.sqrt(1 - b2**t) / ((1 - b1**t) * least))
 
@@ -74,6 +74,33 @@ def test_where_second_moments_are_lost_the_bound_has_its_derivative_in_the_bias_
         expected, derivatives = jax.value_and_grad(predicted, argnums=(0, 1, 2))(*at)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose((slopes.learning_rate, slopes.b1, slopes.b2), derivatives, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "b1", "growth"),
+    [(hg.Adam, 2.0**-16, 1.01), long(hg.Adam, 58982 / 2**16, 65470 / 58982), long(hg.AdamW, 2.0**-14, 0.7)],
+)
+def test_gradients_that_attain_the_bound_have_the_derivative_of_the_root(rule: Any, b1: float, growth: float) -> None:
+    """By a plain loop in float64: next to no memory of the mean, or gradients that grow by b2 / b1 a step."""
+    steps, b2 = 40, 65470 / 2**16
+    g = np.float32(1e-3 * growth ** np.arange(steps))[:, None] * np.float32([1, -2, 0.5, 3])
+
+    def end(decays: tuple[Any, Any]) -> jax.Array:
+        optimizer = rule(0.1, *decays, **({"weight_decay": 0.0} if rule is hg.AdamW else {}))
+        run = hg.train(lambda w, _, batch: jnp.vdot(w, batch), jnp.zeros(4), optimizer, hg.stacked(g), steps=steps)
+        return jnp.vdot(run.params, jnp.arange(1.0, 5.0))
+
+    def plain(decays: tuple[Any, Any]) -> jax.Array:
+        (b1, b2), w, m, s = decays, 0.0, 0.0, 0.0
+        for t, x in enumerate(g.astype(np.float64), 1):
+            m, s = b1 * m + (1 - b1) * x, b2 * s + (1 - b2) * x**2
+            w -= 0.1 * (m / (1 - b1**t)) / (jnp.sqrt(s / (1 - b2**t)) + 1e-8)
+        return jnp.vdot(w, jnp.arange(1.0, 5.0))
+
+    slopes = jax.grad(end)((jnp.float32(b1), jnp.float32(b2)))
+    with jax.enable_x64(True):
+        expected = jax.grad(plain)((jnp.float64(b1), jnp.float64(b2)))
+    np.testing.assert_allclose(slopes, expected, rtol=1e-3)
 
 
 def test_the_second_derivative_of_adam_is_that_of_the_first() -> None:
