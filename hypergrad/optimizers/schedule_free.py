@@ -43,7 +43,8 @@ class ScheduleFreeAdamW(GradientLinked):
     largest rate so far and p = weight_lr_power. `params` are y; evaluate the model at x, which is `averaged(params, state)`.
     As `optax.contrib.schedule_free_adamw` but for d: there x is recovered from y and z, here y moves directly, y <- (1 - c)
     y + c z - (1 - c) (1 - b1) a u with the new z. c is 1 at the first step, where 1 - 2^-15 is used. Where rates are
-    `PerStep`, a' has the step's own; optax's has the next step's.
+    `PerStep`, a' has the step's own; optax's has the next step's. Of rates that tie for the largest, which are a kink of a',
+    each has its share of the derivative.
 
     Hyperparameters as for `AdamW`; b1 in (0, 1), the same at all steps; bits: k, from 1 to 16, an int. A run that goes on
     from a `state` begins its average anew. k + log2(1/b2) bits a parameter and step, and log2 T in all for T steps. State:
@@ -75,10 +76,14 @@ class ScheduleFreeAdamW(GradientLinked):
         _check_share(h["b1"])
         rate = jnp.broadcast_to(h["learning_rate"], (steps, *h["learning_rate"].shape[1:]))
         largest = jax.lax.cummax(rate, axis=0)
-        unit = jax.lax.stop_gradient(largest[-1:])  # which share does not depend on: all weights are 1 where rates are alike
-        weight = (largest / jnp.where(unit > 0, unit, 1)) ** h["weight_lr_power"]
+        power, unit = h["weight_lr_power"], jax.lax.stop_gradient(largest[-1:])
+        unit = jnp.where(unit > 0, unit, 1)
+        weight = (largest / unit) ** power  # by a number that share does not depend on: 1 where rates are alike
+        if power.shape[0] > 1:
+            weight *= jnp.exp((power - jax.lax.stop_gradient(power[-1:])) * jnp.log(unit))
         total = jnp.cumsum(weight, axis=0)
-        share = jnp.minimum(jnp.where(total > 0, weight / jnp.where(total > 0, total, 1), 0), 1 - 2.0**-15)
+        nothing = total == 0
+        share = jnp.minimum(jnp.where(nothing, 0, weight / jnp.where(nothing, 1, total)), 1 - 2.0**-15)
         decay = (1 - h["b1"]) * h["learning_rate"] * h["weight_decay"]
         lost = share + decay - share * decay
         c2 = bias_correction(h["b2"], h.get("square_weight"), steps)

@@ -1,11 +1,13 @@
 """Schedule-Free AdamW is evaluated at the average of its iterates, and refuses what would make that another place."""
 
+import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import fails_compiled
 
 import hypergrad as hg
 
@@ -16,6 +18,60 @@ BATCHES = hg.full_batch(jnp.zeros(1))
 
 def loss(w: Any, _: Any, batch: Any) -> jax.Array:
     return sum(jnp.sum((x - 2) ** 2) for x in jax.tree.leaves(w)) / 2
+
+
+RATES, POWERS = jnp.array([0.05, 0.1, 0.08, 0.2, 0.15]), jnp.array([2.0, 0.5, 1.0, 3.0, 1.5])
+SIDE = np.array([1.0, -0.5, 2.0])
+
+
+def bent(w: Any, _: Any, batch: Any) -> jax.Array:
+    return jnp.sum(jnp.logaddexp(w - 0.3, 0) + 0.1 * w**2)
+
+
+def plain(rates: Any, powers: Any) -> jax.Array:
+    """y of the docstring's lines, by x and z."""
+    b1, b2 = 0.9, round(0.999 * 2**16) / 2**16
+    x = z = y = jnp.asarray(SIDE)
+    s, total = 0.0, 0.0
+    for t in range(len(rates)):
+        g = jax.grad(bent)(y, None, None)
+        s = b2 * s + (1 - b2) * g**2
+        z = z - rates[t] * g / (jnp.sqrt(s / (1 - b2 ** (t + 1))) + 1e-8)
+        weight = jnp.max(rates[: t + 1]) ** powers[t]
+        total = total + weight
+        c = jnp.minimum(weight / total, 1 - 2.0**-15)
+        x = (1 - c) * x + c * z
+        y = b1 * x + (1 - b1) * z
+    return y
+
+
+def test_each_step_has_the_power_that_it_is_given() -> None:
+    with jax.enable_x64(True):
+
+        def end(scale: Any, powers: Any) -> jax.Array:
+            rule = hg.ScheduleFreeAdamW(hg.PerStep(scale * RATES), weight_lr_power=hg.PerStep(powers), bits=16)
+            return hg.train(bent, jnp.asarray(SIDE), rule, BATCHES, steps=len(RATES)).params @ SIDE
+
+        at = jnp.float64(1.0), POWERS.astype(float)
+        value, slopes = jax.value_and_grad(end, (0, 1))(*at)
+        expected, derivatives = jax.value_and_grad(lambda a, p: plain(a * RATES, p) @ SIDE, (0, 1))(*at)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3), slopes, derivatives)
+
+
+def test_another_power_from_a_step_on(tmp_path: pathlib.Path) -> None:
+    with jax.enable_x64(True):
+        rule = lambda p: hg.ScheduleFreeAdamW(hg.PerStep(RATES), weight_lr_power=p, bits=16)  # noqa: E731
+        record = hg.record(bent, jnp.asarray(SIDE), rule(2.0), BATCHES, steps=len(RATES), folder=tmp_path / "record")
+        found = record.resume(3, optimizer=rule(0.5)).params
+        np.testing.assert_allclose(found, plain(RATES, [2.0, 2.0, 2.0, 0.5, 0.5]), rtol=1e-5)
+
+
+def test_a_power_that_is_no_number_is_told() -> None:
+    rates = hg.PerStep(jnp.array([0.1, 0.3, 0.2]))
+    rule = lambda power: hg.ScheduleFreeAdamW(rates, weight_lr_power=power)  # noqa: E731
+    with fails_compiled(hg.RangeError, "learning_rate weight_decay)", "got nan"):
+        jax.jit(lambda power: hg.train(loss, PARAMS, rule(power), BATCHES, steps=3).params)(jnp.nan)
 
 
 def test_b1_is_the_same_at_all_steps() -> None:
