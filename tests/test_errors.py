@@ -38,6 +38,8 @@ def test_momentum_as_a_python_integer(momentum):
 def test_momentum_that_rounds_to_an_end_says_so():
     with fails(hg.RangeError, "rounds to 1 on the grid of 1/65536"):
         train(optimizer=hg.SGD(0.1, 1 - 2.0**-20))
+    with fails(hg.RangeError, "rounds to 1 on the grid of 1/65536", "got 0.99999236"):
+        train(optimizer=hg.SGD(0.1, 0.99999236))  # below 1 - 2^-17, which it is in float32
     with fails(hg.RangeError, "rounds to 0 on the grid of 1/65536"):
         train(optimizer=hg.SGD(0.1, 2.0**-20))
     with fails(hg.RangeError, "would lose more digits than it can keep: below 1/65536"):

@@ -52,7 +52,8 @@ def kept_on_average(lost: Array, denominator: int) -> Array:
     sums = jnp.uint32(2**31) + jnp.cumsum(fraction, axis=0, dtype=jnp.uint32)
     n = denominator - whole - (sums < fraction).astype(lost.dtype)
     representable = (lost >= 0) & (n >= smallest_numerator(denominator))
-    return substitute(1 - lost, jnp.where(representable, n / denominator, 1 - lost))
+    above_one = jnp.maximum(1 - lost, 1 + 2 / denominator)  # that no n stands for, where 1 - lost rounds to 1
+    return substitute(1 - lost, jnp.where(representable, n / denominator, jnp.where(lost < 0, above_one, 1 - lost)))
 
 
 @functools.partial(jax.jit, static_argnames="denominator")

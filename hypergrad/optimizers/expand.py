@@ -166,7 +166,7 @@ def _with_step_axis(where: str, value: Any, leaf: Array, steps: int, link: Link 
     if jnp.issubdtype(jnp.result_type(raw), jnp.complexfloating):
         raise TypeError(f"{where} must be real; got {describe(raw)}.")
     if link is not None and at_hand(raw):
-        _check_decay(where, np.asarray(raw), link, per_step=isinstance(value, PerStep))
+        _check_decay(where, np.asarray(raw), compute_dtype(leaf), link, per_step=isinstance(value, PerStep))
     x = owned(raw).astype(compute_dtype(leaf))
     if isinstance(value, PerStep):
         if x.ndim == 0 or x.shape[0] != steps:
@@ -182,9 +182,10 @@ def _with_step_axis(where: str, value: Any, leaf: Array, steps: int, link: Link 
     return x.reshape(count, *(rest or (1,) * leaf.ndim))
 
 
-def _check_decay(where: str, value: np.ndarray, link: Link, *, per_step: bool) -> None:
+def _check_decay(where: str, value: np.ndarray, dtype: np.dtype, link: Link, *, per_step: bool) -> None:
+    """value: as it was given, which messages name; dtype: in which it is used."""
     lowest, highest = decay_interval(link)
-    n = np.round(value.astype(np.float64) * link.denominator) / link.denominator
+    n = np.round(value.astype(dtype).astype(np.float64) * link.denominator) / link.denominator
     bad = ~((n >= lowest) & (n <= highest))
     if bad.any():
         index = np.unravel_index(np.argmax(bad), bad.shape)

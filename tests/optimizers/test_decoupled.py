@@ -48,6 +48,12 @@ def test_little_decay_adds_up(name: str, product: float) -> None:
     assert abs(found - (1 - product) ** STEPS) < QUANTUM
 
 
+@pytest.mark.parametrize("decay", [-1e-9, np.full(3, -5e-5), hg.PerStep(np.full(STEPS, -1e-6))])
+def test_weights_that_would_grow_are_an_error_however_little(decay: Any) -> None:
+    with pytest.raises(hg.RangeError, match="Above 1 all grows"):
+        end(hg.AdamW(1e-3, weight_decay=jax.tree.map(np.float32, decay)), np.float32(np.ones(3)))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_schedule_of_rates_decays_by_their_sum(dtype: Any) -> None:
     rates = np.linspace(0.0, 2e-3, STEPS).astype(dtype)
