@@ -219,8 +219,9 @@ def _representable(x: Any, domain: Domain, low: float, high: float) -> Domain:
         if isinstance(stored, jax.core.Tracer):
             continue
         least, most = map(float, domain.ends(stored.dtype))
-        apart = np.abs(whole(stored).astype(np.float64) - whole(value).astype(np.float64))
-        moved = (domain.kind == "positive") & (apart > np.abs(whole(value).astype(np.float64)) / 2)
+        given = whole(value).astype(np.float64)
+        apart = np.abs(whole(stored).astype(np.float64) - given)
+        moved = (domain.kind == "positive") & ((apart > given / 2) | (given < least))
         inside = whole((stored > low) & (stored < high)) & ~moved
         if inside.all():
             continue

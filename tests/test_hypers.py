@@ -184,7 +184,7 @@ def test_no_stored_value_leaves_its_domain(dtype, u):
         assert ("lower" if u < 0 else "upper") in said
 
 
-@pytest.mark.parametrize("value", [jnp.float16(1e-5), jnp.float16(3e-5)])
+@pytest.mark.parametrize("value", [jnp.float16(1e-5), jnp.float16(3e-5), np.float16(5.9e-5)])
 def test_what_the_type_of_a_positive_number_does_not_have_is_refused(value):
     with pytest.raises(ValueError, match=r"hg.positive: .* cannot be told from an end of \(6.10352e-05, 65504\) in float16"):
         hg.positive(value)

@@ -123,3 +123,18 @@ def test_a_list_of_knots_is_told_from_an_array() -> None:
         ValueError, match=r"hg.knots\[0\] has shape \(\);.*A list is a tree of its entries: make it an array"
     ):
         hg.knots([0.1, 0.2], 3)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16])
+def test_hypergradients_of_knots_in_16_bits_are_rounded_at_the_end_alone(dtype: Any) -> None:
+    """Each step's is 1.4e-8, which float16 has not."""
+    steps, batches = 2000, hg.full_batch(jnp.zeros(1))
+
+    def end(values: Any) -> jax.Array:
+        loss = lambda w, theta, _: 7e-5 * theta["shift"] * jnp.sum(w)  # noqa: E731
+        run = hg.train(loss, jnp.ones(2), hg.SGD(1e-4), batches, theta={"shift": hg.knots(values, steps)}, steps=steps)
+        return jnp.sum(run.params)
+
+    coarse, fine = (jax.grad(end)(jnp.full(3, 0.5, x)) for x in (dtype, np.float32))
+    assert coarse.dtype == dtype
+    np.testing.assert_allclose(coarse.astype(np.float32), fine, rtol=0.01)
