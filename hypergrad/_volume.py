@@ -29,12 +29,31 @@ from hypergrad.optimizers.prepared import prepare
 Values = dict[str, Array]  # of one leaf: link -> value
 
 
-def at_half(rule: Optimizer, ndim: int) -> dict[str, Array]:
-    """What increments read as h where all hyperparameters are 1/2, at a first step."""
-    h = prepare(
-        rule, {field: jnp.full((1,) * (1 + ndim), 0.5) for field in rule.hyperparameters()}, 1, jnp.result_type(float)
-    )
-    return {k: x.reshape(()) if x.size == 1 else x for k, x in h.items()}
+def points(rule: Optimizer, gradients: list[Array]) -> list[dict[str, Array]]:
+    """What increments read as h at a first step: where each hyperparameter is a number near 1/2, so that a small rate hides
+    nothing, if that makes numbers of these gradients; and where they are as they were given, of several values the largest.
+    """
+    rng = np.random.default_rng(0)
+
+    def at(values: dict[str, float]) -> dict[str, Array]:
+        full = {field: jnp.full((1,) * (1 + gradients[0].ndim), x) for field, x in values.items()}
+        h = prepare(rule, full, 1, jnp.result_type(float))
+        return {k: x.reshape(()) if x.size == 1 else x for k, x in h.items()}
+
+    given = at({field: _largest(value) for field, value in rule.hyperparameters().items()})
+    if bad := [name for name, x in settled(rule, given, gradients).items() if not bool(jnp.isfinite(x).all())]:
+        raise AssertionError(
+            f"{type(rule).__name__}: link `{bad[0]}` becomes NaN or infinite with these hyperparameters, on gradients of "
+            "size 1. Is there a sqrt or a logarithm below zero, or a quotient at zero?"
+        )
+    near_half = at({field: rng.uniform(0.35, 0.65) for field in rule.hyperparameters()})
+    sound = all(bool(jnp.isfinite(x).all()) for x in settled(rule, near_half, gradients).values())
+    return [near_half, given] if sound else [given]
+
+
+def _largest(value: Any) -> float:
+    entries = np.concatenate([np.ravel(x) for x in jax.tree.leaves(value)] or [np.full(1, 0.5)])
+    return float(entries[np.argmax(np.abs(entries))]) if entries.size else 0.5
 
 
 def increment(link: Link, h: Any, z: Any, g: Array) -> Array:
@@ -83,10 +102,16 @@ def check_volume(rule: Optimizer, shape: tuple[int, ...]) -> None:
     if any(link.signal != GRADIENT for link in rule.chain):
         return  # the loss of the checker has no other signals
     rng = np.random.default_rng(0)
-    h, draw = at_half(rule, len(shape)), lambda: jnp.asarray(rng.normal(size=shape))
+    gradients = [jnp.asarray(rng.normal(size=shape)) for _ in range(8)]
+    for h in points(rule, gradients):
+        _check_volume_at(rule, h, gradients, rng)
+
+
+def _check_volume_at(rule: Optimizer, h: Any, gradients: list[Array], rng: np.random.Generator) -> None:
+    draw = lambda: jnp.asarray(rng.normal(size=gradients[0].shape))  # noqa: E731
     slope, shift = draw(), draw()
     gradient = jax.grad(lambda w: jnp.sum(jnp.logaddexp(slope * (w - shift), 0)) + jnp.tanh(jnp.vdot(slope, w)))
-    start = settled(rule, h, [draw() for _ in range(8)])
+    start = settled(rule, h, gradients)
     of_decays = sum(start[link.name].size * jnp.log(h[link.decay]) for link in rule.chain if link.decay)
     found = []
     for _ in range(2):

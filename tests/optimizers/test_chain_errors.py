@@ -91,3 +91,16 @@ def test_a_rule_without_a_chain_and_fields_without_annotation_are_told() -> None
     plain = type("Plain", (Optimizer,), {"__module__": __name__, "rate": 0.1, "chain": chain})
     with pytest.raises(AttributeError, match="`velocity` reads `rate`, .*which needs an annotation, `rate: Any`"):
         trained(plain())
+
+
+@pytest.mark.parametrize("name", ["NAdam", "Adadelta"])
+def test_rules_without_inverse_are_refused_by_name(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"hg.{name} does not exist: the rule has no exact inverse.* Take hg."):
+        getattr(hg, name)
+
+
+@pytest.mark.parametrize("optimizer", [hg.SGD(0.1, 0.0), hg.RMSProp(0.1, momentum=0.0), hg.Adagrad(0.1, momentum=0.0)])
+def test_rules_without_momentum_are_refused_with_the_reason(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    with pytest.raises(hg.RangeError, match=rf"momentum.* got 0.0.* no inverse \(.*{name}.* without momentum"):
+        hg.testing.check_inverse(optimizer)
