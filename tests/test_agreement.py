@@ -161,6 +161,14 @@ def test_a_given_gradient_is_like_the_hyperparameters() -> None:
             hg.check_gradient(square, lambda x: x, {"x": 2.0}, gradient=wrong)
 
 
+def test_slopes_that_are_exchanged_disagree() -> None:
+    """Their sum, along the sign of the gradient, is right."""
+    twice = lambda h, key: 3 * h["x"][0] + 2 * h["x"][1] ** 2  # noqa: E731
+    hypers = {"x": jnp.array([1.0, 1.5])}
+    assert hg.check_gradient(twice, lambda x: x, hypers, gradient={"x": jnp.array([3.0, 6.0])}).verdict == "agrees"
+    assert_disagrees(hg.check_gradient(twice, lambda x: x, hypers, gradient={"x": jnp.array([6.0, 3.0])}))
+
+
 @pytest.mark.parametrize("fixed", [2.0, 2, "two"])
 def test_what_is_fixed_does_not_move(fixed: Any) -> None:
     """Its derivative is zero, and its differences are not; whole numbers and strings have none."""
