@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad._placement import at_hand
+from hypergrad.hypers import natural
 from hypergrad.optimizers.chain import Optimizer
 
 
@@ -25,7 +26,7 @@ def check_int(rule: Optimizer, field: str, least: int) -> None:
 
 def check_positive(rule: Optimizer, field: str) -> None:
     """Where its values are known."""
-    for x in jax.tree.leaves(getattr(rule, field)):
+    for x in jax.tree.leaves(natural(getattr(rule, field))):
         if _known(x) and not np.all(np.asarray(x) > 0):
             raise ValueError(f"hg.{type(rule).__name__}: `{field}` must be positive; got {x!r}.")
 
@@ -42,7 +43,7 @@ def check_of_leaves(rule: Optimizer, h: dict[str, Array], fields: Iterable[str],
 
 def known_zero(values: Any) -> bool:
     """Whether there is nothing but zeros in it, for certain."""
-    return all(_known(x) and not np.any(np.asarray(x)) for x in jax.tree.leaves(values))
+    return all(_known(x) and not np.any(np.asarray(x)) for x in jax.tree.leaves(natural(values)))
 
 
 def _known(x: Any) -> bool:

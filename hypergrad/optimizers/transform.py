@@ -15,6 +15,7 @@ from jax import Array
 
 from hypergrad._placement import at_hand
 from hypergrad._prefixes import hint, outline
+from hypergrad.hypers import natural
 from hypergrad.optimizers.chain import PARAMS, Link, Optimizer, Signal, View, as_float
 
 
@@ -239,7 +240,7 @@ def nan_below_zero(bound: Array) -> Array:
 
 
 def checked_bound(name: str, field: str, value: Any) -> Any:
-    for x in jax.tree.leaves(value):
+    for x in jax.tree.leaves(natural(value)):
         known = at_hand(x) and np.issubdtype(np.asarray(x).dtype, np.number)
         if known and not np.all(np.asarray(x) >= 0):
             raise ValueError(f"hg.{name}: `{field}` must be at least 0; got {x!r}.")
