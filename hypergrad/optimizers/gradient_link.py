@@ -148,7 +148,7 @@ def linked(chain: tuple[Link, ...], bits: int) -> tuple[Link, ...]:
 
 def forgotten(h: dict[str, Array], bits: int) -> dict[str, Array]:
     """The decay of the link, for `prepare`."""
-    return {_FORGOTTEN: jnp.full((1,), 2.0**-bits, jnp.result_type(*h.values()))}
+    return {_FORGOTTEN: jnp.full((1,), 2.0**-bits, jnp.result_type(*h.values() or [float]))}
 
 
 def check_bits(rule: Optimizer) -> None:

@@ -24,6 +24,12 @@ class Plain(Optimizer):
     entrywise = True
 
 
+class Bare(Optimizer):
+    """w <- w - g / 10, without a hyperparameter."""
+
+    chain = (Link("params", lambda h, z, g: -0.1 * g),)
+
+
 class Ahead(Optimizer):
     """v <- m v - g;  w <- w + a (m v - g)."""
 
@@ -37,9 +43,9 @@ class Ahead(Optimizer):
     entrywise = True
 
 
-@pytest.mark.parametrize("rule", [Plain(0.1), Ahead(0.1), hg.clip(Ahead(0.1), 1.0)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("rule", [Plain(0.1), Bare(), Ahead(0.1), hg.clip(Ahead(0.1), 1.0)], ids=lambda x: type(x).__name__)
 def test_without_a_link_such_a_rule_is_refused_and_the_cure_named(rule: Optimizer) -> None:
-    message = r"`params` must take \(h, z\), not the gradient.*no explicit inverse. hg.with_gradient_link\((Plain|Ahead)\("
+    message = r"`params` must take \(h, z\), not the gradient.*no explicit inverse. hg.with_gradient_link\(.*\("
     with pytest.raises(TypeError, match=message):
         hg.train(loss, params(), rule, batches(), steps=2)
 
@@ -49,6 +55,11 @@ def test_gradient_descent_with_a_link_is_momentum_of_that_decay() -> None:
     linked = hg.train(loss, params(), hg.with_gradient_link(Plain(0.1), bits=3), batches(), steps=30)
     momentum = hg.train(loss, params(), hg.SGD(0.1, 2.0**-3), batches(), steps=30)
     np.testing.assert_allclose(linked.losses, momentum.losses, rtol=1e-6)
+
+
+def test_a_rule_without_hyperparameters_gets_a_link() -> None:
+    run = hg.train(lambda w, _, batch: 0.5 * w**2, 1.0, hg.with_gradient_link(Bare(), bits=16), hg.full_batch(0.0), steps=5)
+    np.testing.assert_allclose(run.params, 0.9**5, rtol=1e-4)
 
 
 @pytest.mark.long
