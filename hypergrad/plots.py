@@ -23,6 +23,7 @@ from hypergrad.schedules import PerStep
 # Okabe and Ito: told apart by colour-blind eyes too; from the seventh curve on the line is dashed.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _GREY = "#767676"
+_ONSET = {"exploding": "onset", "vanishing": "no influence before", "not finite": "NaN or infinite, from here back"}
 
 
 def learning(results: Any, ax: Any = None) -> Any:
@@ -37,7 +38,7 @@ def learning(results: Any, ax: Any = None) -> Any:
             f"hg.plots.learning takes what hg.optimize returns, a list of it, or {{label: it}}; got {describe(other[0])}."
         )
     for (label, result), style in zip(runs.items(), _styles(), strict=False):
-        label = label if len(runs) > 1 else "validation"
+        label = label if len(runs) > 1 or runs is results else "validation"
         steps = [done.step for done in result.history]
         value, error, monitor = (
             np.array([getattr(done, field) for done in result.history]) for field in ("value", "value_error", "monitor")
@@ -65,11 +66,11 @@ def schedules(hypers: Any, ax: Any = None, *, start: Any = None) -> Any:
     curves = _per_step(hypers)
     if not curves:
         raise ValueError("there is no hg.PerStep among `hypers`: nothing is scheduled.")
-    before = [] if start is None else list(_per_step(start).values())
+    before = [] if start is None else [values for _, values in _per_step(start)]
     # Dozens of starts are one and the same line: draw each once, under the learned ones.
     for i, values in enumerate({np.median(_flat(v), axis=1).tobytes(): v for v in before}.values()):
         ax.plot(np.median(_flat(values), axis=1), color=_GREY, linestyle="--", label="start" if i == 0 else None)
-    for (label, values), style in zip(curves.items(), _styles(), strict=False):
+    for (label, values), style in zip(curves, _styles(), strict=False):
         flat = _flat(values)
         (line,) = ax.plot(np.median(flat, axis=1), label=label or "learned", **style)
         if flat.shape[1] > 1:
@@ -84,7 +85,8 @@ def images(
 ) -> Any:
     """Hyperparameters as images, side by side in one picture with a colour bar.
 
-    values: [count, *shape], [*shape], or [count, pixels] with `shape` = (rows, columns) of an image, also in a domain.
+    values: [count, rows, columns], [rows, columns], or [..., *shape] or [..., pixels] with `shape` = (rows, columns) of an
+    image, also in a domain. Colours are images of their own, one for each channel.
     Values of both signs get a diverging map with white at 0, others a sequential one; colours saturate at the 2nd and 98th
     percentile.
     label: of the colour bar.
@@ -92,6 +94,11 @@ def images(
     if not eqx.is_array_like(values := natural(values)):
         raise TypeError(f"hg.plots.images takes one array, such as result.hypers['images']; got {describe(values)}.")
     values = np.asarray(values, np.float64)
+    if shape is None and values.ndim > 3:
+        raise ValueError(
+            f"`values` of shape {values.shape} do not say which axes are an image's: pass shape=(rows, columns) if they are "
+            "the last two; of images with channels at the end one channel at a time, values[..., 0]."
+        )
     shape = values.shape[-2:] if shape is None else shape
     if len(shape) != 2 or not _are_images(values.shape, tuple(shape)):
         raise ValueError(f"`values` of shape {values.shape} are no images of shape {shape}: pass shape=(rows, columns).")
@@ -126,8 +133,8 @@ def cotangents(diagnosis: Any, ax: Any = None) -> Any:
     for (link, norms), style in zip(sorted(diagnosis.norms.items(), key=lambda x: x[0] != PARAMS), _styles(), strict=False):
         ax.plot(np.where(norms > 0, norms, np.nan), label=link, **style)
     if diagnosis.onset is not None:
-        label = "onset" if diagnosis.verdict == "exploding" else "no influence before"
-        ax.axvline(diagnosis.onset, color=_GREY, linestyle="--", label=f"{label}: step {diagnosis.onset}")
+        label = f"{_ONSET[diagnosis.verdict]}: step {diagnosis.onset}"
+        ax.axvline(diagnosis.onset, color=_GREY, linestyle="--", label=label)
     if diagnosis.until is not None:
         ax.axvspan(diagnosis.onset, diagnosis.until, color=_GREY, alpha=0.15, linewidth=0)
     ax.set(yscale="log", xlim=(0, len(diagnosis.losses)), title=diagnosis.verdict)
@@ -164,9 +171,11 @@ def buffer(decays: Any, steps: int | None = None, ax: Any = None) -> Any:
             n = numerator(jnp.broadcast_to(rho, (steps or len(rho),)), MOMENTUM_DENOMINATOR)
             entries = DEFERRED.schedule(n, MOMENTUM_DENOMINATOR).entries
             words, ratio = np.asarray(entries.slot + entries.spills), np.asarray(n) / MOMENTUM_DENOMINATOR
-        if (wrong := np.broadcast_to(rho, ratio.shape)[~(np.abs(ratio - rho) < 1 / MOMENTUM_DENOMINATOR)]).size:
+        stands_for = (np.abs(ratio - rho) < 1 / MOMENTUM_DENOMINATOR) & (ratio < 1)
+        if (wrong := np.broadcast_to(rho, ratio.shape)[~stands_for]).size:
             raise ValueError(
-                f"a decay is a ratio between 0 and 1, of which the buffer keeps what it takes; got {wrong[0]:g}."
+                "a decay is a ratio between 0 and 1, rounded to multiples of 2^-16, of which the buffer keeps what it "
+                f"takes; got {wrong[0]:.10g}."
             )
         t = np.arange(1, len(ratio) + 1)
         ax.plot(t, WORD_BITS * words, drawstyle="steps-post", label=name, **style)
@@ -181,14 +190,14 @@ def _are_images(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return sizes[-2:] == shape or sizes[-1:] == (math.prod(shape),)
 
 
-def _per_step(hypers: Any) -> dict[str, np.ndarray]:
-    """label -> values [steps, ...] of every `PerStep`, in natural units."""
+def _per_step(hypers: Any) -> list[tuple[str, np.ndarray]]:
+    """(label, values [steps, ...]) of every `PerStep`, in natural units."""
     is_per_step = lambda x: isinstance(x, PerStep)  # noqa: E731
-    found = {}
+    found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(natural(hypers), is_leaf=is_per_step):
         if is_per_step(leaf):
             for inner, values in jax.tree_util.tree_leaves_with_path(leaf.values):
-                found[_label((*path, *inner))] = np.asarray(values, np.float64)
+                found.append((_label((*path, *inner)), np.asarray(values, np.float64)))
     return found
 
 

@@ -62,6 +62,16 @@ def test_learning_compares_runs() -> None:
     assert legend(plots.learning(runs["adam"])) == []
 
 
+def test_a_label_that_was_given_is_drawn() -> None:
+    assert plots.learning({"adam": result([1.0, 0.5])}).lines[0].get_label() == "adam"
+    assert plots.learning(result([1.0, 0.5])).lines[0].get_label() == "validation"
+
+
+def test_schedules_with_one_label_are_drawn_all() -> None:
+    one, two = hg.PerStep(jnp.arange(4.0)), hg.PerStep(jnp.arange(4.0) + 1)
+    assert len(plots.schedules({"l2_w": one, "l2 w": two}).lines) == 2
+
+
 def test_schedules_are_drawn_in_natural_units_and_named_by_their_path() -> None:
     rates = {f"layer_{i}": hg.PerStep(jnp.full(5, 0.1 * i)) for i in (1, 2)}
     hypers = {"learning_rate": hg.positive(rates), "momentum": hg.unit_interval(hg.PerStep(jnp.full(5, 0.9))), "scale": 1.0}
@@ -110,6 +120,9 @@ def test_cotangents_are_drawn_on_a_log_axis_with_the_onset() -> None:
     assert np.isnan(ax.lines[1].get_ydata()[-1])  # zero has no logarithm
     drawn(ax)
     assert legend(plots.cotangents(diagnosis())) == ["params", "velocity"]
+    assert legend(plots.cotangents(diagnosis(verdict="vanishing", onset=1)))[-1] == "no influence before: step 1"
+    broken = plots.cotangents(diagnosis(verdict="not finite", onset=2))
+    assert legend(broken)[-1] == "NaN or infinite, from here back: step 2"
 
 
 def test_the_buffer_grows_as_theory_says() -> None:
@@ -153,8 +166,11 @@ def test_missing_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         (lambda: plots.images(np.ones((4, 6)), (3, 4)), "are no images of shape (3, 4)"),  # each would begin within another
         (lambda: plots.images(np.ones((0, 6)), (2, 3)), "have no entry"),
         (lambda: plots.images(np.ones((2, 6)), (2, 3), columns=0), "`columns` must be at least 1"),
-        (lambda: plots.buffer(1.5, 5), "between 0 and 1, of which the buffer keeps what it takes; got 1.5"),
+        (lambda: plots.buffer(1.5, 5), "got 1.5"),
         (lambda: plots.buffer([0.9, 0.0], 5), "got 0."),
+        (lambda: plots.buffer(1.0, 5), "between 0 and 1, rounded to multiples of 2^-16"),
+        (lambda: plots.buffer(0.999999, 5), "got 0.999999."),
+        (lambda: plots.images(np.zeros((5, 4, 4, 3))), "one channel at a time, values[..., 0]"),
         (lambda: plots.buffer(0.9, 0), "`steps` must be at least 1"),
     ],
 )
