@@ -132,7 +132,7 @@ def _optimize(task: Task, seed: int, budget: Budget) -> list[Evaluation]:
     result = hg.optimize(
         lambda natural, _: task.train(natural, key), lambda params: task.losses(params)[0], task.start,
         monitor_fn=lambda params: task.losses(params)[1], meta_optimizer=RULE, meta_steps=10**6, callbacks=[stop],
-        skip_nonfinite=True,
+        skip_nonfinite=True, stop_on_growth=False,  # which judges by what is monitored: by test images
     )  # fmt: skip
     found, spent = [], 0.0
     for i, done in enumerate(result.history):

@@ -5,7 +5,8 @@
 A network with one to three hidden layers of 16 or 64 units learns the digits by SGD or Adam for 100 steps. TPE proposes
 depth, width and optimizer. Inside of a choice a learning rate per step and layer, a momentum per step and a scale of the
 initial weights per layer go down the hypergradient of the validation loss, as one suggested tree. Beside it is the usual
-study of as many trials: TPE on the same choices and three constants.
+study of as many trials: TPE on the same choices and three constants. A trial of it is one training, where one with a
+hypergradient costs some four.
 """
 
 import dataclasses
