@@ -39,12 +39,14 @@ class MetaStep(NamedTuple):
 
     @property
     def signal_to_noise(self) -> float:
-        """|hypergradient| / |its standard error|. NaN for one seed.
+        """|hypergradient| / |its standard error|. NaN for one seed, and where both are zero.
 
         Noise alone gives about 1, however many seeds there are: both are then the noise of a mean. From 2 on three quarters
         of the hypergradient's square are signal.
         """
-        return self.gradient_norm / self.gradient_error if self.gradient_error else math.inf
+        if self.gradient_error:
+            return self.gradient_norm / self.gradient_error
+        return math.inf if self.gradient_norm else math.nan
 
     @property
     def at_bounds(self) -> tuple[str, ...]:

@@ -69,9 +69,9 @@ def settled_driver(run: Run, *arrays: Any) -> Run:
         other = "hg.Reversible()" if run.store is not None else 'hg.Reversible(driver="scan")'
         cure = "" if run.source is not None else f", or take {other}"
         raise ValueError(
-            'driver="host", buffer=hg.Disk(folder) and hg.host_batches run training from Python, which cannot be traced '
-            f"by jax.jit or jax.vmap. Call it outside of them (hg.optimize(..., jit=False)){cure}. Nor can it be "
-            f"differentiated a second time, as by jax.hessian: that takes hg.Unrolled(){twice}."
+            'driver="host", buffer="gmpy2", buffer=hg.Disk(folder) and hg.host_batches run training from Python, which '
+            f"cannot be traced by jax.jit or jax.vmap. Call it outside of them (hg.optimize(..., jit=False)){cure}. Nor can "
+            f"it be differentiated a second time, as by jax.hessian: that takes hg.Unrolled(){twice}."
         )
     return run
 

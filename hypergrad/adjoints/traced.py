@@ -27,7 +27,8 @@ def once(function: Callable[..., Any]) -> Callable[..., Any]:
             raise TypeError(
                 "a reversal (hg.Reversible, hg.Truncated, hg.Auto) has first derivatives only; this differentiates it a "
                 "second time (or forwards, by jvp). Pass adjoint=hg.Unrolled() to hg.train for the runs that are "
-                "differentiated twice."
+                "differentiated twice. In a loss, where what a run comes to is a constant: jax.lax.stop_gradient around "
+                "what goes into that run, not around what comes out."
             )
 
         return call(*args)

@@ -151,7 +151,7 @@ def _check_finite(gradient: _marks.Gradient) -> None:
     bad = [name for name, g in zip(gradient.names, gradient.numbers, strict=True) if not _representable(g)]
     bad += ["the tree"] if not _representable(gradient.tree).all() else []
     if bad:
-        raise _Unusable(f"it is NaN or infinite in {', '.join(map(str, bad[:5]))}.")
+        raise _Unusable(f"it is NaN, or beyond the range of float32, in {', '.join(map(str, bad[:5]))}.")
 
 
 def _representable(x: Any) -> Any:
