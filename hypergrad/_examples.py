@@ -38,8 +38,10 @@ def check_examples(problem: Problem, given: Any, key: Hashable) -> None:
 
 
 def _told(problem: Problem) -> str | None:
-    theta = jax.tree.map(_of_first_step, spread(problem.theta), is_leaf=_is_per_step)
-    return no_mean(_value(problem), problem.params, theta, problem.batches(jnp.int32(0)))
+    with jax.ensure_compile_time_eval():  # in a program that is being built, too
+        theta = jax.tree.map(_of_first_step, spread(problem.theta), is_leaf=_is_per_step)
+        batch = problem.batches(jnp.int32(0))
+    return no_mean(_value(problem), problem.params, theta, batch)
 
 
 def _told_of_made_up(problem: Problem) -> str | None:

@@ -60,6 +60,19 @@ def test_a_mean_trains(name: str) -> None:
     assert np.isfinite(trained(mean, RULES[name]).losses).all()
 
 
+@some_of("name", RULES, "DiagonalGGN")
+def test_it_is_asked_of_what_is_known_in_a_program_that_is_being_built(name: str) -> None:
+    params, data = jax.tree.map(jnp.asarray, (PARAMS, DATA))
+    batches = hg.minibatches(data, batch_size=4, key=jax.random.key(0))
+
+    def losses(loss: Any) -> Any:
+        return jax.jit(lambda: hg.train(lambda w, _, b: loss(w, 1, b), params, RULES[name], batches, steps=3).losses)()
+
+    assert np.isfinite(losses(mean)).all()
+    with fails(ValueError, "`loss` is no mean over the examples of `batch`"):
+        losses(summed)
+
+
 @pytest.mark.parametrize("rule", [hg.Sophia(0.01), long(hg.SGD(0.01))], ids=["Sophia", "SGD"])
 def test_rules_that_see_no_examples_train_by_any_loss(rule: Any) -> None:
     assert np.isfinite(trained(normalized, rule).losses).all()
