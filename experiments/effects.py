@@ -9,11 +9,12 @@ itself. Here optax trains beside, in floats, and JAX differentiates it:
     the effect      of one setting: w_T of another value less w_T of this one
     the derivative  of c . w_T in each setting, c fixed
 
-A case is made of its number alone: a rule, settings over many decades, one of four tasks, a number of steps, and the setting
-that changes. It is equal where each of the three is right to 1%, beside what the pages name: 2^-24 of a weight that decays,
-and some quanta of the grid (2^-52, and 2^-36 of what decays). It is unclear where the reference differs by a tenth of that
-when its start and each increment of a mean are moved by ten quanta. A warning that names the grid is an answer as well. Exit
-status 1 if one differs in silence.
+A case is made of its number alone: a rule, settings over many decades, one of five tasks, a number of steps, the setting
+that changes, and whether parameters are float32 here. It is equal where each of the three is right to 1%, beside what the
+pages name: 2^-24 of a weight that decays, and some quanta of the grid (2^-52, and 2^-36 of what decays; of float32 2^-48 and
+2^-32). It is unclear where the reference differs by a tenth of that when its start and each increment of a mean are moved by
+ten quanta, and gradients by ten roundings. A warning that names the grid is an answer as well. Exit status 1 if one differs
+in silence.
 """
 
 import argparse
@@ -32,18 +33,17 @@ import optax.contrib
 
 import hypergrad as hg
 from experiments import _quick, _seeds
+from experiments._effects_tasks import TASKS, Params, Task
 from experiments.benchmarks.rules import rounded
 
 
 SHARE = 0.01  # which ours may differ by
 OF_LARGEST = 1e-4  # a derivative counts as at least this share of the largest, each times its setting
 OF_DECAY = 2.0**-24  # of a weight: what rounding leaves of a decay goes to the next step
-QUANTUM, COARSE = 2.0**-52, 2.0**-36  # of the grid; of what decays, which is held at 16 bits less
 QUANTA = 1000  # which may come to nothing in all steps together
 MOVED, NOISE = 10, 10.0  # by so many quanta the reference is moved; ours may differ by so many times what that changes
 
 Settings = dict[str, Any]
-Params = dict[str, Any]
 Answers = dict[str, np.ndarray]
 
 
@@ -54,7 +54,10 @@ class Rule(NamedTuple):
 
 
 RATES, DECAYS, EPS = (-7.0, -1.5), (-9.0, -1.0), (-10.0, -2.0)
-B1, B2, SLOW = ([rounded(b) for b in of] for of in ((0.5, 0.9, 0.95, 0.99), (0.9, 0.95, 0.99, 0.999), (0.99, 0.999, 0.9999)))
+B1, B2, SLOW = (
+    [rounded(b) for b in of]
+    for of in ((2.0**-16, 0.01, 0.5, 0.9, 0.95, 0.99), (0.9, 0.95, 0.99, 0.999), (0.99, 0.999, 0.9999))
+)
 MOMENTS = {"b1": B1, "b2": B2, "eps": EPS}
 RULES = {
     "SGD": Rule(
@@ -85,56 +88,30 @@ RULES = {
         {"learning_rate": RATES, "weight_decay": DECAYS, "b3": SLOW, "alpha": (-1.0, 1.0)} | MOMENTS,
         hg.AdEMAMix, optax.contrib.ademamix,
     ),
+    "LAMB": Rule(
+        {"learning_rate": (-5.0, -1.5), "weight_decay": (-6.0, -1.0)} | MOMENTS,
+        functools.partial(hg.LAMB, bits=16), optax.lamb,
+    ),
+    "Schedule-Free AdamW": Rule(
+        {"learning_rate": (-6.0, -1.5), "weight_decay": DECAYS, "b1": [0.5, 0.9, 0.95], "b2": B2, "eps": EPS},
+        functools.partial(hg.ScheduleFreeAdamW, bits=16), optax.contrib.schedule_free_adamw,
+    ),
     "LARS": Rule(
         {"learning_rate": (-4.0, 0.0), "momentum": B1, "weight_decay": (-7.0, -1.0), "trust": (-4.0, -1.0)}, hg.LARS,
         lambda trust, **rest: optax.lars(**rest, trust_coefficient=trust),
     ),
 }  # fmt: skip
-DECAYING = ("AdamW", "NAdamW", "Lion", "ADOPT", "AdEMAMix")
+DECAYING = ("AdamW", "NAdamW", "Lion", "ADOPT", "AdEMAMix", "Schedule-Free AdamW")
 
 
-class Task(NamedTuple):
-    start: Params
-    loss: Callable[[Params, Any, Any], jax.Array]
-    batches: Any
+class Floats(NamedTuple):
+    dtype: type
+    quantum: float  # of the grid
+    coarse: float  # of what decays, which is held at 16 bits less
+    rounding: float  # of a gradient and of a weight, relative
 
 
-def network(rng: np.random.Generator, unit: float) -> Task:
-    """Gradients of all sizes, in a unit of the loss."""
-    x, y = jnp.asarray(rng.normal(size=(32, 6))), jnp.asarray(rng.integers(0, 4, 32))
-    start = {"w": jnp.asarray(0.3 * rng.normal(size=(6, 12))), "v": jnp.asarray(0.3 * rng.normal(size=(12, 4)))}
-
-    def loss(p: Params, _: Any, batch: Any) -> jax.Array:
-        scores = jnp.tanh(batch[0] @ p["w"]) @ p["v"]
-        return unit * optax.softmax_cross_entropy_with_integer_labels(scores, batch[1]).mean()
-
-    return Task(start, loss, hg.full_batch((x, y)))
-
-
-def margins(rng: np.random.Generator, unit: float) -> Task:
-    """Gradients that end: a hinge loss of what can be separated."""
-    x = jnp.asarray(rng.normal(size=(32, 6)))
-    y = jnp.sign(x @ jnp.asarray(rng.normal(size=6)))
-    loss = lambda p, _, batch: unit * jnp.mean(jnp.maximum(0.0, 0.5 - batch[1] * (batch[0] @ p["w"])) ** 2)  # noqa: E731
-    return Task({"w": jnp.asarray(0.3 * rng.normal(size=6))}, loss, hg.full_batch((x, y)))
-
-
-def rows(rng: np.random.Generator, unit: float) -> Task:
-    """Rows of a table that are seen now and then, or once."""
-    table, wanted = jnp.asarray(rng.normal(size=(16, 3))), jnp.asarray(rng.normal(size=(16, 3)))
-    seen = jnp.asarray(np.minimum(rng.geometric(0.3, size=400) - 1, 15))
-    loss = lambda p, _, i: unit * jnp.sum((p["w"][i] - wanted[i]) ** 2)  # noqa: E731
-    return Task({"w": table}, loss, lambda step: seen[step % 400])
-
-
-def bowl(rng: np.random.Generator, unit: float) -> Task:
-    """Curvatures over six decades: some weights hardly move, others are there at once."""
-    curvature, at = jnp.asarray(10.0 ** rng.uniform(-6, 0, 20)), jnp.asarray(rng.normal(size=20))
-    loss = lambda p, _, batch: 0.5 * unit * jnp.sum(curvature * (p["w"] - at) ** 2) + 0.0 * batch[0]  # noqa: E731
-    return Task({"w": jnp.asarray(rng.normal(size=20))}, loss, hg.full_batch(jnp.zeros(1)))
-
-
-TASKS = {"network": network, "margins": margins, "rows": rows, "bowl": bowl}
+DOUBLE, SINGLE = Floats(np.float64, 2.0**-52, 2.0**-36, 2.0**-53), Floats(np.float32, 2.0**-48, 2.0**-32, 2.0**-24)
 
 
 class Case(NamedTuple):
@@ -146,10 +123,11 @@ class Case(NamedTuple):
     task: str
     unit: float
     steps: int
+    floats: Floats = DOUBLE
 
     def __str__(self) -> str:
         settings = ", ".join(f"{name}={x:.3g}" for name, x in self.settings.items())
-        where = f"{self.task} x {self.unit:.0e}, {self.steps} steps"
+        where = f"{self.task} x {self.unit:.0e}, {self.steps} steps, {self.floats.dtype.__name__}"
         return f"{self.seed}: {self.rule}({settings}), {self.changed} -> {self.to:.3g}; {where}"
 
 
@@ -164,7 +142,10 @@ def draw(seed: int) -> Case:
     else:
         to = drawn[changed] * 1.25 if isinstance(of, tuple) else float(rng.choice([x for x in of if x != drawn[changed]]))
     unit = 10.0 ** int(rng.integers(-4, 2))
-    return Case(seed, name, drawn, changed, to, str(rng.choice(list(TASKS))), unit, int(rng.choice([50, 300, 1500])))
+    task, steps = str(rng.choice(list(TASKS))), int(rng.choice([50, 300, 1500]))
+    floats = DOUBLE if rng.integers(2) else SINGLE
+    as_held = lambda x: float(floats.dtype(x))  # noqa: E731
+    return Case(seed, name, {k: as_held(x) for k, x in drawn.items()}, changed, as_held(to), task, unit, steps, floats)
 
 
 def _setting(rng: np.random.Generator, of: Any) -> float:
@@ -181,15 +162,18 @@ def judged(case: Case, rule: Rule | None = None) -> Verdict:
     rule = RULES[case.rule] if rule is None else rule
     with jax.enable_x64(True):
         task = TASKS[case.task](np.random.default_rng([case.seed, 1]), case.unit)
+        held = lambda dtype, start=task.start: jax.tree.map(lambda x: x.astype(case.floats.dtype).astype(dtype), start)  # noqa: E731
+        task, own = task._replace(start=held(np.float64)), task._replace(start=held(case.floats.dtype))
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
-                ours = answers(functools.partial(by_us, rule.ours, task, case.steps), task, case)
+                ours = answers(functools.partial(by_us, rule.ours, own, case.steps), task, case, case.floats.dtype)
             except (hg.HypergradError, ValueError) as e:
                 return Verdict("refused", f"{type(e).__name__}: {str(e).splitlines()[0][:120]}")
         by_optax = jax.jit(functools.partial(plainly, rule.theirs, task, case.steps))
-        by = MOVED * COARSE / min(1 - case.settings.get(name, 0.0) for name in ("momentum", "b1"))
-        theirs, moved = (answers(functools.partial(by_optax, x), task, case) for x in (0.0, by))
+        by = MOVED * case.floats.coarse / min(1 - case.settings.get(name, 0.0) for name in ("momentum", "b1", "b3"))
+        moves = (0.0, 0.0), (by, MOVED * case.floats.rounding)
+        theirs, moved = (answers(functools.partial(by_optax, x), task, case) for x in moves)
     if not np.isfinite(theirs["way"]).all():
         return Verdict("unclear", "the reference diverges")
     for what, floor in floors(case, task, theirs).items():
@@ -206,23 +190,23 @@ def judged(case: Case, rule: Rule | None = None) -> Verdict:
 
 def floors(case: Case, task: Task, theirs: Answers) -> dict[str, float]:
     """What the grid may take from each of the answers. Where weights rest, the reference may have no derivative."""
-    floor = QUANTA * QUANTUM
+    floor = QUANTA * case.floats.quantum + 2 * case.floats.rounding * np.abs(flat(task.start)).max()
     if case.rule in DECAYING:
         decays = case.settings.get("weight_decay", 0.0) > 0
-        floor += 4 * case.steps**0.5 * COARSE + decays * OF_DECAY * np.abs(flat(task.start)).max()
+        floor += 4 * case.steps**0.5 * case.floats.coarse + decays * OF_DECAY * np.abs(flat(task.start)).max()
     allowed = {"way": floor, "effect": 2 * floor, "derivative": OF_LARGEST * np.abs(theirs["derivative"]).max()}
     return {what: x for what, x in allowed.items() if np.isfinite(theirs[what]).all()}
 
 
-def answers(train: Callable[[Settings], Any], task: Task, case: Case) -> Answers:
-    """train: float64 [], of each setting -> parameters."""
+def answers(train: Callable[[Settings], Any], task: Task, case: Case, dtype: type = np.float64) -> Answers:
+    """train: dtype [], of each setting -> parameters."""
 
     def along(settings: Settings) -> tuple[jax.Array, np.ndarray]:
-        end = jnp.concatenate([x.ravel() for x in jax.tree.leaves(train(settings))])
+        end = jnp.concatenate([x.ravel().astype(np.float64) for x in jax.tree.leaves(train(settings))])
         return jnp.cos(jnp.arange(end.size)) @ end, end
 
     one, other = (
-        {k: jnp.float64(x) for k, x in s.items()} for s in (case.settings, case.settings | {case.changed: case.to})
+        {k: jnp.asarray(x, dtype) for k, x in s.items()} for s in (case.settings, case.settings | {case.changed: case.to})
     )
     (_, end), slopes = jax.value_and_grad(along, has_aux=True)(one)
     derivative = np.array([float(slopes[k]) * x for k, x in case.settings.items()])
@@ -234,11 +218,12 @@ def by_us(rule: Callable[..., Any], task: Task, steps: int, settings: Settings) 
 
 
 def plainly(rule: Callable[..., Any], task: Task, steps: int, moved: Any, settings: Settings) -> Params:
-    """By optax; moved: by about how much the start and each gradient are other than they are."""
+    """By optax; moved: by about how much the start and each gradient are other than they are, and by what share of it."""
+    by, share = moved
     update = rule(**settings).update
 
     def other(tree: Any, t: Any) -> Any:
-        return jax.tree.map(lambda x: x + moved * jnp.cos(jnp.arange(x.size) + t).reshape(x.shape), tree)
+        return jax.tree.map(lambda x: x + (by + share * x) * jnp.cos(jnp.arange(x.size) + t).reshape(x.shape), tree)
 
     def step(carry: Any, t: jax.Array) -> Any:
         w, state = carry
