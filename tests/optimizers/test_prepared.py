@@ -134,6 +134,10 @@ class Belief(Transformed):
         return [x - zj.mean for x, zj in zip(g, z, strict=True)]
 
 
+def test_a_link_that_a_transformation_reads_is_undone_with_the_gradient_that_it_saw() -> None:
+    hg.testing.check_inverse(Belief(hg.Adam(0.01)), steps=4)
+
+
 class OfSquares(hg.Adam):
     """Another mean than Adam's, which its second moments do not bound."""
 
