@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import fails_compiled
 
 import hypergrad as hg
+from hypergrad.exact import HeadsAndWords
 
 
 FULL = hg.full_batch(jnp.zeros(1))
@@ -91,3 +93,21 @@ def test_known_decays_of_each_weight_have_room_for_the_fastest() -> None:
         return sum(map(jnp.sum, run.params.values()))
 
     np.testing.assert_allclose(jax.grad(end)(0.1, hg.Reversible()), jax.grad(end)(0.1, hg.Unrolled()), rtol=1e-4)
+
+
+def test_digits_that_are_left_at_the_start_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All values come back; one digit of the head of Algorithm 7 is too many."""
+    real = HeadsAndWords.divide_by
+
+    def left(self: Any, digits: Any, value: Any, n: Any, denominator: int, entry: Any) -> Any:
+        digits, value = real(self, digits, value, n, denominator, entry)
+        return digits._replace(head=digits.head + (entry.step == 0).astype(digits.head.dtype)), value
+
+    def end(w: jax.Array) -> jax.Array:
+        loss = lambda w, _, batch: jnp.sum((w - batch) ** 2)  # noqa: E731
+        rule = hg.SGD(0.1, jnp.array([0.5, 0.9]))
+        return jnp.sum(hg.train(loss, w, rule, hg.full_batch(jnp.ones(1)), steps=4).params)
+
+    monkeypatch.setattr(HeadsAndWords, "divide_by", left)
+    with fails_compiled(hg.ReversalError, "velocity"):
+        jax.jit(jax.grad(end))(jnp.array([1.0, -2.0]))
