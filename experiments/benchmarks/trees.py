@@ -1,6 +1,7 @@
 """One checkout of the library beside another: time and memory of a hypergradient, and what it takes to build its program.
 
-    python -m experiments.benchmarks.trees --trees NAME=PATH NAME=PATH [--rounds 9] [--turns 9] [--models NAME] [--no-build]
+    python -m experiments.benchmarks.trees --trees NAME=PATH NAME=PATH [--rounds 9] [--turns 9]
+        [--models NAME ...] [--no-build]
 
 In each round every tree has a process, and these run by turns, one hypergradient each: the machine's luck is shared, and a
 process's own is averaged over the rounds. The table has medians and ranges, and the median of the ratios of neighbours, with
