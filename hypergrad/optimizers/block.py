@@ -2,14 +2,11 @@
 
 Invariant: `block.split(block.join(leaves))` are the leaves of the block; all that is decided about a block is decided once,
 at set-up, and is part of its value.
-
-What costs by the piece (a kernel, its compilation, a schedule) costs once for leaves that lie side by side.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,15 +18,13 @@ from jax.extend.core import Jaxpr
 from hypergrad._bounds import lowest
 from hypergrad._isolation import only_products
 from hypergrad._mended import mending
-from hypergrad._placement import at_hand, may_be_divided
+from hypergrad._placement import at_hand
 from hypergrad.exact import DEFERRED, DEFERRED_REFERENCE, HEADS, REFERENCE, Buffer, default_fraction_bits, known_numerator
 from hypergrad.optimizers.chain import GRADIENT, PARAMS, STATISTICS, Link, View, as_float, check_fits, foreign
-from hypergrad.optimizers.expand import Field, Hypers, compute_dtype, shared_value
-from hypergrad.optimizers.partition import Stack
+from hypergrad.optimizers.expand import Hypers, compute_dtype
 from hypergrad.schedules import PerStep
 
 
-LARGE = 1 / 8  # of all parameters: a leaf of more than that stays by itself, since every step copies those that do not
 WIDE_RANGE_BITS = 8  # sums of squares up to 2^22 for float32 parameters
 
 Floats = dict[str, Any]  # of one block: link -> array; also the tree of new statistics, by their name
@@ -48,7 +43,8 @@ class Block:
 
     leaves: tuple[int, ...]  # of the parameters, or of the statistics, in the order in which they lie
     shapes: tuple[tuple[int, ...], ...]
-    flat: bool  # whether they lie in one vector; else the block is one leaf and has its shape
+    flat: bool  # whether they lie one after the other; else the block is one leaf and has its shape
+    parts: int  # of as many entries each, with hyperparameters of their own; one: it is a vector
     entrywise: bool  # whether what becomes of an entry depends on no other
     chain: tuple[Link, ...]
     dtype: np.dtype  # of accumulators, updates and hyperparameters
@@ -62,7 +58,10 @@ class Block:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (sum(map(math.prod, self.shapes)),) if self.flat else self.shapes[0]
+        if not self.flat:
+            return self.shapes[0]
+        size = sum(map(math.prod, self.shapes))
+        return (size,) if self.parts == 1 else (self.parts, size // self.parts)
 
     @property
     def of_parameters(self) -> bool:
@@ -70,15 +69,15 @@ class Block:
 
     def moved(self) -> "Block":
         """What its increments are traced with: equal for blocks that differ in where they lie and what they lose."""
-        nothing: Any = {"leaves": (), "shapes": (self.shape,), "flat": False, "fraction_bits": (), "buffers": ()}
-        return dataclasses.replace(self, **nothing, known=(), most=(), isolated=(), reads=())
+        nothing: Any = {"leaves": (), "shapes": (self.shape,), "flat": False, "parts": 1, "buffers": ()}
+        return dataclasses.replace(self, **nothing, fraction_bits=(), known=(), most=(), isolated=(), reads=())
 
     def join(self, leaves: list[Any]) -> Any:
         """All leaves of the tree -> the block's own as one array."""
         return self.joined([leaves[i] for i in self.leaves])
 
     def joined(self, own: list[Array]) -> Array:
-        return jnp.concatenate([x.reshape(-1) for x in own]) if self.flat else own[0]
+        return lying(own, self.flat, self.parts)
 
     def split(self, array: Array) -> list[Array]:
         """The inverse of `joined`, and of what is computed entry by entry from what it made."""
@@ -122,37 +121,24 @@ class Block:
         return buffer
 
 
+def lying(leaves: list[Array], flat: bool, parts: int) -> Array:
+    """As one array: where it is `flat`, one after the other, with an axis for parts if there are several."""
+    if not flat:
+        return leaves[0]
+    x = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
+    return x if parts == 1 else x.reshape(parts, x.size // parts)
+
+
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def split_vectors(arrays: list[Array], shapes: tuple[tuple[tuple[int, ...], ...] | None, ...]) -> list[list[Array]]:
-    """Of each vector, the arrays that lie in it, one after the other; with None for shapes, an array as it is."""
+    """Of each array, those that lie in it, one after the other; with None for shapes, an array as it is."""
 
     def split(x: Array, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
         sizes = list(map(math.prod, shapes))
-        parts = [x] if len(sizes) == 1 else jax.lax.split(x, sizes)  # the transpose of a concatenation
-        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        leaves = [x] if len(sizes) == 1 else jax.lax.split(x.reshape(-1), sizes)  # the transpose of a concatenation
+        return [leaf.reshape(shape) for leaf, shape in zip(leaves, shapes, strict=True)]
 
     return [[x] if own is None else split(x, own) for x, own in zip(arrays, shapes, strict=True)]
-
-
-def groups(
-    stacks: list[Stack], fields: list[list[dict[str, Field]]], leaves: list[Array], elsewhere: bool
-) -> list[tuple[int, ...]]:
-    """Which leaves lie side by side: small ones of one dtype that share the rule and every hyperparameter, where it works
-    entry by entry, and that are not divided over devices: side by side, each device would have all of them. elsewhere:
-    whether it is to be the same on any number of devices, as what all leaves share is then added in one order."""
-    total = sum(x.size for x in leaves)
-    found: dict[Hashable, list[int]] = {}
-    for i, (stack, own, x) in enumerate(zip(stacks, fields, leaves, strict=True)):
-        alone = not stack.entrywise or x.size > LARGE * total or may_be_divided(x, elsewhere)
-        values = [shared_value(field.values[i]) for layer in own for field in layer.values()]
-        key = (i if alone else None, x.dtype, tuple(layer.path for layer in stack.layers), *values)
-        found.setdefault(key, []).append(i)
-    return list(map(tuple, found.values()))
-
-
-def keeps_shape(own: tuple[int, ...], leaves: Sequence[Any], elsewhere: bool) -> bool:
-    """Whether a block that might be a vector is none: an array divided along its second axis would be on every device."""
-    return len(own) == 1 and may_be_divided(leaves[own[0]], elsewhere)
 
 
 def block(
@@ -162,6 +148,7 @@ def block(
     h: Hypers,
     *,
     flat: bool,
+    parts: int,
     entrywise: bool,
     fraction_bits: int | None,
     unbounded: bool,
@@ -175,6 +162,7 @@ def block(
         leaves,
         tuple(arrays[i].shape for i in leaves),
         flat,
+        parts,
         entrywise,
         chain,
         compute_dtype(first),

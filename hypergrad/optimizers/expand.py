@@ -48,24 +48,25 @@ def expand(
     path: str,
     like: Array,
     steps: int,
-    flat: bool,
+    axes: int,
     made: dict[Hashable, Array],
 ) -> Hypers:
     """The hyperparameters of a block whose first leaf this is, step axis first: {key: float [steps | 1, 1.. | its shape]}.
 
-    made: for all blocks, so that one value for many of them is one array. Raises with the field, the leaf's path and both
-    shapes where one does not fit.
+    axes: of the block. made: for all blocks, so that one value for many of them is one array. Raises with the field, the
+    leaf's path and both shapes where one does not fit.
     """
     decays = {link.decay: link for link in stack.chain if link.decay}
     expanded = {}
     for layer, own in zip(stack.layers, fields, strict=True):
         for key, field in own.items():
             value, link = field.values[leaf], decays.get(key) if layer.is_rule else None
-            form = compute_dtype(like), None if flat else like.ndim, link and (link.denominator, link.may_be_one)
+            form = compute_dtype(like), axes, link and (link.denominator, link.may_be_one)
             name = type(value), shared_value(value), *form
             if name not in made:
                 x = _with_step_axis(f"{field.name} for params{path}", value, like, steps, link)
-                x = x.reshape(x.shape[0], -1) if flat else x
+                if axes != like.ndim:
+                    x = x.reshape(x.shape[0], *(1,) * (axes - 1), -1)
                 made[name] = ratio(link, x) if link else x
             expanded[key] = made[name]
     return expanded

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from hypergrad.optimizers.block import Block, Floats, block, groups, keeps_shape, known_lost, most_lost
+from hypergrad.optimizers.block import Block, Floats, block, known_lost, lying, most_lost
 from hypergrad.optimizers.chain import PARAMS, STATISTICS, Optimizer, check_invertible
 from hypergrad.optimizers.expand import (
     Field,
@@ -27,6 +27,7 @@ from hypergrad.optimizers.initial import initial_values
 from hypergrad.optimizers.partition import Layer, Stack, layers_of, stacks_of
 from hypergrad.optimizers.past import Before, Past
 from hypergrad.optimizers.prepared import Prepared, begun, check_fits, prepared
+from hypergrad.optimizers.side_by_side import keeps_shape, side_by_side
 from hypergrad.optimizers.statistics import MEANS, Statistics
 from hypergrad.optimizers.transform import Transform
 from hypergrad.optimizers.weights import weights_of
@@ -73,44 +74,51 @@ def lay_out(
     of_leaf = [[fields[layer.path] for layer in stack.layers] for stack in stacks]
     before = None if past is None else Before(past, params, state, len(leaves))
     asked = of_leaf if before is None else [[*now, *old] for now, old in zip(of_leaf, before.of_leaf, strict=True)]
-    lying = groups(stacks, asked, list(leaves), elsewhere)
-    in_vectors = [stacks[own[0]].entrywise and not keeps_shape(own, leaves, elsewhere) for own in lying]
-    side_by_side = lambda b, parts: _joined(in_vectors[b], parts)  # noqa: E731
-    values = initial_values(stacks, layers, lying, params, state, side_by_side)
+    begins = state is not None and on_grid
+    by_parts = before is None and not (begins and any(layer.is_rule and _begins(layer.optimizer) for layer in layers))
+    all_parts = side_by_side(stacks, asked, list(leaves), elsewhere, by_parts)
+    of_blocks = [tuple(i for part in parts for i in part) for parts in all_parts]
+    in_vectors = [stacks[own[0]].entrywise and not keeps_shape(own, leaves, elsewhere) for own in of_blocks]
+    joined = lambda b, own: lying(own, in_vectors[b], len(all_parts[b]))  # noqa: E731
+    values = initial_values(stacks, layers, of_blocks, params, state, joined)
     blocks, h, alike, per_step = [], [], [], []
-    made: dict[Hashable, Array] = {}
+    made: dict[Hashable, Any] = {}
     of_rules: dict[Hashable, Prepared] = {}
     of_begin: dict[Hashable, Any] = {}
     rows: dict[Hashable, Array] = {}
-    for own, start, flat in zip(lying, values, in_vectors, strict=True):
+    for own, parts, start, flat in zip(of_blocks, all_parts, values, in_vectors, strict=True):
         first, stack = own[0], stacks[own[0]]
-        path = jax.tree_util.keystr(paths[first])
-        own_fields = expand(stack, of_leaf[first], first, path, leaves[first], steps, flat, made)
+        path, axes = jax.tree_util.keystr(paths[first]), start[PARAMS].ndim
+        of_parts = [
+            expand(stack, of_leaf[i], i, jax.tree_util.keystr(paths[i]), leaves[i], steps, axes, made) for i, *_ in parts
+        ]
+        own_fields = {key: _of_parts([x[key] for x in of_parts], made) for key in of_parts[0]}
         expanded = own_fields
         if before is not None:
-            expanded = before.joined(own_fields, first, path, leaves[first], steps, flat)
+            expanded = before.joined(own_fields, first, path, leaves[first], steps, axes)
         dtype = compute_dtype(leaves[first])
         name = tuple(layer.path for layer in stack.layers), dtype, *((key, id(x)) for key, x in expanded.items())
         if name not in of_rules:
             of_rules[name] = prepared(stack, expanded, steps, dtype, on_grid, begin)
             if before is not None:
-                of_rules[name] = before.with_decays(of_rules[name], first, path, leaves[first], steps, flat)
+                of_rules[name] = before.with_decays(of_rules[name], first, path, leaves[first], steps, axes)
         found = of_rules[name]
-        if state is not None and on_grid:
+        if begins:
             found = begun(stack, found, expanded, start, steps, dtype, of_begin)
         hj = found.h
         check_fits(stack, path, hj, start.values())
         decays = [(x, of_leaf[first][-1][x.decay].values[first] if x.decay in found.given else None) for x in stack.chain]
         options: Any = {
-            "flat": flat, "entrywise": stack.entrywise, "fraction_bits": fraction_bits, "unbounded": unbounded,
+            "flat": flat, "parts": len(parts), "entrywise": stack.entrywise, "fraction_bits": fraction_bits,
+            "unbounded": unbounded,
             "known": tuple(known_lost(link, value, leaves[first], steps) for link, value in decays),
             "most": tuple(most_lost(link, value, leaves[first], steps) for link, value in decays),
         }  # fmt: skip
         blocks.append(block(own, list(leaves), stack.chain, hj, **options))
         h.append(hj)
-        joined = {key: id(x) for key, x in expanded.items() if x is not own_fields[key]}
-        alike.append(_decays_alike(stack, of_leaf[first], first, found, blocks[-1], joined))
-        kept = {key for key, x in hj.items() if x is own_fields.get(key)}
+        with_past = {key: id(x) for key, x in expanded.items() if x is not own_fields[key]}
+        alike.append(_decays_alike(stack, of_leaf[first], first, found, blocks[-1], with_past))
+        kept = {key for key, x in hj.items() if x is own_fields.get(key) and x.size == x.shape[0]}
         per_step.append(
             {key: x for key, x in _per_step(stack, of_leaf[first], first, blocks[-1], rows).items() if key in kept}
         )
@@ -119,11 +127,11 @@ def lay_out(
 
 
 def _decays_alike(
-    stack: Stack, fields: list[dict[str, Field]], leaf: int, found: Prepared, block: Block, joined: dict[str, int]
+    stack: Stack, fields: list[dict[str, Field]], leaf: int, found: Prepared, block: Block, with_past: dict[str, int]
 ) -> tuple[Hashable, ...]:
     """Of each link, what tells its decay from another's: of one that `prepare` makes, all that this is made of; of one that
-    `begin` makes, which sees values of links, itself. joined: the arrays of fields that had other values before, by id."""
-    rule = {key: joined.get(key, shared_value(field.values[leaf])) for key, field in fields[-1].items()}
+    `begin` makes, which sees values of links, itself. with_past: arrays of fields that had other values before, by id."""
+    rule = {key: with_past.get(key, shared_value(field.values[leaf])) for key, field in fields[-1].items()}
     all_of = (stack.rule.path, *rule.values())
 
     def source(decay: Any) -> Hashable:
@@ -157,8 +165,19 @@ def common(h: list[Hypers]) -> tuple[tuple[tuple[str, int], ...], ...]:
     return tuple(tuple((key, numbers[id(x)]) for key, x in own.items() if id(x) in numbers) for own in h)
 
 
-def _joined(flat: bool, parts: list[Array]) -> Array:
-    return jax.numpy.concatenate([x.reshape(-1) for x in parts]) if flat else parts[0]
+def _of_parts(values: list[Array], made: dict[Hashable, Any]) -> Array:
+    """One hyperparameter of a block, [steps | 1, parts, 1], of those of its parts, [steps | 1, 1, 1]; as it is where they
+    are the same. made: as of `expand`, so that blocks whose parts have the same share it."""
+    if all(x is values[0] for x in values):
+        return values[0]
+    name = tuple(map(id, values))
+    if name not in made:
+        made[name] = jax.numpy.concatenate(values, axis=1)
+    return made[name]
+
+
+def _begins(rule: Optimizer) -> bool:
+    return type(rule).begin is not Optimizer.begin
 
 
 def _transforms(layers: tuple[Layer, ...], blocks: list[Block]) -> tuple[Transform, ...]:
@@ -188,7 +207,7 @@ def with_statistics(out: LaidOut, statistics: Statistics, steps: int, fraction_b
     decays = broadcast_prefix("statistics.decay", statistics.decay, statistics.values, "the statistics")
     for i, (leaf, h, decay) in enumerate(zip(leaves, rates, decays, strict=True)):
         options: Any = {
-            "flat": False, "entrywise": False, "fraction_bits": fraction_bits, "unbounded": unbounded,
+            "flat": False, "parts": 1, "entrywise": False, "fraction_bits": fraction_bits, "unbounded": unbounded,
             "known": (known_lost(MEANS, decay, leaf, steps),), "most": (most_lost(MEANS, decay, leaf, steps),),
         }  # fmt: skip
         own = block((i,), leaves, (MEANS,), h, **options)

@@ -36,23 +36,23 @@ class Before:
         self.made: dict[Hashable, Array] = {}
         self.whole: dict[Hashable, tuple[Array, Array, Array]] = {}
 
-    def joined(self, expanded: Hypers, leaf: int, path: str, like: Array, steps: int, flat: bool) -> Hypers:
+    def joined(self, expanded: Hypers, leaf: int, path: str, like: Array, steps: int, axes: int) -> Hypers:
         """`expanded`, with what held before at the steps before; but for decays, which must be the same there. One array for
         all blocks that have the same two."""
-        before, decays = self._expanded(leaf, path, like, flat), {link.decay for link in self.stacks[leaf].chain}
+        before, decays = self._expanded(leaf, path, like, axes), {link.decay for link in self.stacks[leaf].chain}
         kept = {key for key in expanded if key in decays or key not in before}
         return {key: x if key in kept else self._one(before[key], x, steps) for key, x in expanded.items()}
 
-    def with_decays(self, found: Prepared, leaf: int, path: str, like: Array, steps: int, flat: bool) -> Prepared:
+    def with_decays(self, found: Prepared, leaf: int, path: str, like: Array, steps: int, axes: int) -> Prepared:
         """With the decays that the rule makes as they were at the steps before: of other sums they would be rounded
         otherwise, and states are in their units."""
-        stack, fields = self.stacks[leaf], self._expanded(leaf, path, like, flat)
+        stack, fields = self.stacks[leaf], self._expanded(leaf, path, like, axes)
         h = prepared(stack, fields, self.past.steps, compute_dtype(like)).h
         made = [str(link.decay) for link in stack.chain if link.decay and link.decay not in found.given]
         return found._replace(h=found.h | {key: self._one(h[key], found.h[key], steps) for key in made if key in found.h})
 
-    def _expanded(self, leaf: int, path: str, like: Array, flat: bool) -> Hypers:
-        return expand(self.stacks[leaf], self.of_leaf[leaf], leaf, path, like, self.past.steps, flat, self.made)
+    def _expanded(self, leaf: int, path: str, like: Array, axes: int) -> Hypers:
+        return expand(self.stacks[leaf], self.of_leaf[leaf], leaf, path, like, self.past.steps, axes, self.made)
 
     def _one(self, before: Array, after: Array, steps: int) -> Array:
         name = id(before), id(after)
