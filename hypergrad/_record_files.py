@@ -40,7 +40,7 @@ from hypergrad.run.step import State, final_values, initial_state
 
 
 NAME, END, CLAIM = "record.json", "end.npz", "recording"
-FORMAT = 7  # of `prints` and of words, too
+FORMAT = 8  # of `prints` and of words, too
 CURE = "To record again, empty the folder or name another."
 _IN_USE = (
     "`folder` {} holds files and no finished record: training was interrupted, another process records there, or it is used "

@@ -101,7 +101,7 @@ def products(
     with jax.enable_x64(run.x64):
         cotangents, unscaled = _scaled(run, [*u, jnp.zeros(()) if dloss is None else dloss, *push])
         u, dloss, push = cotangents[: len(u)], cotangents[len(u)], cotangents[len(u) + 1 :]
-        u = barrier([x.astype(y.dtype) for x, y in zip(run.split(u), w, strict=True)])
+        u = barrier([x.astype(y.dtype) for x, y in zip(run.split_apart(t, u), w, strict=True)])
 
     def of_part(shared: Any, batch: list[Any]) -> Any:
         w, these, theta, frozen, u, dloss, push = shared

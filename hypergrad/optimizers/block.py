@@ -25,6 +25,7 @@ from hypergrad.optimizers.expand import Hypers, compute_dtype
 from hypergrad.schedules import PerStep
 
 
+MANY, SMALL = 32, 1024  # leaves of a block, and entries of each on the average: see `Block.split_apart`
 WIDE_RANGE_BITS = 8  # sums of squares up to 2^22 for float32 parameters
 
 Floats = dict[str, Any]  # of one block: link -> array; also the tree of new statistics, by their name
@@ -84,6 +85,16 @@ class Block:
         return split_vectors([array], (self.shapes,))[0] if self.flat else [array]
 
     @property
+    def split_apart(self) -> bool:
+        """Whether to split it apart from what is computed with its leaves.
+
+        XLA:CPU compiles a kernel for each place where a slice begins, and with what it fuses into it another one for each
+        use: of many small leaves that is half of the time that a program takes to compile. Apart, all uses share one, and a
+        copy more of small leaves costs less.
+        """
+        return len(self.leaves) > MANY and math.prod(self.shape) <= SMALL * len(self.leaves)
+
+    @property
     def ends(self) -> np.ndarray:
         """Where its leaves end, but for the last: entry i lies in leaf number sum(i >= ends)."""
         return np.cumsum([math.prod(shape) for shape in self.shapes])[:-1]
@@ -129,7 +140,7 @@ def lying(leaves: list[Array], flat: bool, parts: int) -> Array:
     return x if parts == 1 else x.reshape(parts, x.size // parts)
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=True)
+@functools.partial(jax.jit, static_argnames="shapes", inline=True)
 def split_vectors(arrays: list[Array], shapes: tuple[tuple[tuple[int, ...], ...] | None, ...]) -> list[list[Array]]:
     """Of each array, those that lie in it, one after the other; with None for shapes, an array as it is."""
 

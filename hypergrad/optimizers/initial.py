@@ -3,6 +3,7 @@
 Invariant: the `state` that a run ends with is a `state` that a run may begin with.
 """
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from hypergrad._isolation import isolated_once
 from hypergrad._programs import owned
 from hypergrad.hypers import describe
 from hypergrad.optimizers.block import Block, split_vectors
@@ -67,7 +69,9 @@ def final_state(blocks: tuple[Block, ...], values: list[dict[str, Array]], tree:
     """{link: pytree like the parameters}, None for leaves whose chain does not have it."""
     held = [(block, link.name) for block in blocks for link in block.chain]
     arrays = [own[link.name] for block, own in zip(blocks, values, strict=False) for link in block.chain]
-    parts = split_vectors(arrays, tuple(block.shapes if block.flat else None for block, _ in held))
+    split = functools.partial(split_vectors, shapes=tuple(block.shapes if block.flat else None for block, _ in held))
+    traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+    parts = isolated_once(split, arrays) if traced and any(block.split_apart for block in blocks) else split(arrays)
     found: dict[str, list[Any]] = {}
     count = sum(len(block.leaves) for block in blocks)
     for (block, name), own in zip(held, parts, strict=True):

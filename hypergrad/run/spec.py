@@ -127,6 +127,14 @@ class Run(InSegments):
         }
         return [parts[i] for i in range(len(parts))]
 
+    def split_apart(self, t: Array, arrays: list[Array]) -> list[Array]:
+        """`split`, isolated where that saves compiling (`Block.split_apart`)."""
+        return isolated(t, self.split, arrays) if self.splits_apart else self.split(arrays)
+
+    @functools.cached_property
+    def splits_apart(self) -> bool:
+        return any(block.split_apart for block in self.of_parameters)
+
     def joined(self, t: Array, leaves: list[Array]) -> list[Array]:
         """The inverse of `split`, in the accumulators' dtypes. What lies side by side is isolated: XLA would fuse the copy
         with what makes a gradient, and not alike in all passes."""

@@ -158,9 +158,11 @@ def parameters(run: Run, t: Array, state: State) -> list[Array]:
     values = [{PARAMS: state[j][PARAMS]._replace(digits=None)} for j in run.parameters]
 
     def outside(values: list[Slots]) -> list[Array]:
-        return run.split([seen_outside(b, b.chain[-1], z) for b, z in zip(run.of_parameters, values, strict=True)])
+        return [seen_outside(b, b.chain[-1], z) for b, z in zip(run.of_parameters, values, strict=True)]
 
-    return isolated(t, outside, values)
+    if run.splits_apart:
+        return run.split_apart(t, isolated(t, outside, values))
+    return isolated(t, lambda values: run.split(outside(values)), values)
 
 
 def wide_parameters(run: Run, state: State) -> list[Array]:

@@ -1,0 +1,191 @@
+"""Leaves whose hyperparameters differ, in one block: which are, that every road agrees on them, and that nothing mixes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from covering import long, some_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import fails
+
+import hypergrad as hg
+from experiments import _quick
+from hypergrad.optimizers import block, lay_out, side_by_side
+
+
+STEPS = 6
+SHAPES: dict[str, tuple[int, ...]] = {"a": (4,), "b": (2, 2), "c": (4,), "d": (2,), "e": (2,), "w": (10, 10)}
+ROW = hg.PerStep(jnp.full(STEPS, 0.1))
+TOGETHER = ((("a",), ("b",), ("c",)), (("d",), ("e",)), (("w",),))
+APART = tuple(((name,),) for name in SHAPES)
+ALL = ((("a", "b", "c", "d", "e"),), (("w",),))
+
+
+def params(dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in SHAPES.items()}
+
+
+def each(*values: Any) -> dict[str, Any]:
+    """One for each leaf."""
+    return dict(zip(SHAPES, values, strict=True))
+
+
+DIFFERENT = each(0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+ROWS = {name: hg.PerStep(jnp.linspace(x, 0.1, STEPS)) for name, x in DIFFERENT.items()}
+
+
+class Prepared(hg.SGD):
+    """Its preparation may look at all that a hyperparameter holds."""
+
+    entrywise = True
+
+    def prepare(self, h: Any, steps: int) -> Any:
+        return super().prepare(h, steps)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "parts"),
+    [
+        (hg.SGD(DIFFERENT), TOGETHER),
+        (hg.SGD(ROWS), TOGETHER),
+        (hg.SGD(DIFFERENT, dict.fromkeys(SHAPES, 0.5)), TOGETHER),
+        (hg.Adam(DIFFERENT, eps={**DIFFERENT, "b": 0.1}), TOGETHER),
+        (hg.clip(hg.SGD(0.1), DIFFERENT), TOGETHER),
+        (hg.SGD(0.1), ALL),
+        (hg.SGD(each(0.1, 0.1, 0.2, 0.3, 0.4, 0.5)), ((("a", "b"),), (("c",),), (("d",), ("e",)), (("w",),))),
+        (hg.SGD(each(0.1, 0.2, 0.1, 0.2, 0.2, 0.5)), ((("a", "c"), ("b", "d", "e")), (("w",),))),
+        (hg.SGD({**DIFFERENT, "b": ROW}), ((("a",), ("c",)), (("b",),), *TOGETHER[1:])),
+        (hg.SGD({**DIFFERENT, "b": jnp.full((2, 2), 0.2)}), ((("a",), ("c",)), (("b",),), *TOGETHER[1:])),
+        (hg.SGD(0.1, DIFFERENT), APART),
+        (hg.SGD(ROWS, DIFFERENT), APART),
+        (hg.AdamW(DIFFERENT), APART),
+        (Prepared(DIFFERENT), APART),
+    ],
+    ids=str,
+)
+def test_parts_of_one_size_whose_numbers_differ_lie_in_one_block(optimizer: Any, parts: Any) -> None:
+    out = lay_out.lay_out(optimizer, params(), STEPS, None, None, unbounded=False)
+    names = list(SHAPES)
+    sizes = [sum(np.prod(SHAPES[name], dtype=int) for name in part) for own in parts for part in own]
+    assert [tuple(names[i] for i in b.leaves) for b in out.blocks] == [sum(own, ()) for own in parts]
+    assert [b.parts for b in out.blocks] == [len(own) for own in parts] and sum(sizes) == 116
+
+
+def loss(p: Any, theta: Any, x: Any) -> Any:
+    """Each leaf has an optimum of its own, and all are coupled."""
+    parts = [jnp.sum(jnp.cos(v - x * (i + 1))) for i, v in enumerate(p.values())]
+    return sum(parts) + theta * sum(parts[:-1]) ** 2 / 20
+
+
+def derivatives(optimizer: Any, adjoint: Any, **options: Any) -> Any:
+    """What training comes to, and the derivatives of something made of all of it in all that goes in."""
+    data = jnp.asarray(np.random.default_rng(1).normal(size=STEPS))
+
+    def value(optimizer: Any, p: Any, theta: Any) -> Any:
+        run = hg.train(loss, p, optimizer, hg.stacked(data), theta=theta, adjoint=adjoint, **options)
+        leaves = jax.tree.leaves((run.params, run.state))
+        return sum(jnp.sum(jnp.sin(x * (i + 1))) for i, x in enumerate(leaves)) + jnp.sum(jnp.cos(run.losses)), run
+
+    found = jax.value_and_grad(value, (0, 1, 2), has_aux=True)
+    quick = _quick.OPTIONS if isinstance(adjoint, hg.Unrolled) else None  # an oracle need not have the bits of anything
+    (_, run), gradients = jax.jit(found, compiler_options=quick)(optimizer, params(jnp.float64), jnp.float64(0.3))
+    return gradients, (run.params, run.state, run.losses)
+
+
+def assert_close(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+
+
+def floats(tree: Any) -> Any:
+    return jax.tree.map(jnp.float64, tree)
+
+
+RULES: dict[str, Any] = {
+    "SGD": lambda: hg.SGD(floats(DIFFERENT), 0.7),
+    "rows": lambda: hg.SGD(floats(ROWS), 0.7),
+    "Adam": lambda: hg.Adam(floats(DIFFERENT), eps=floats({**DIFFERENT, "b": 0.1})),
+    "RMSProp": lambda: hg.RMSProp(floats(DIFFERENT), decay=0.8, momentum=0.5),
+    "clipped": lambda: hg.clip(hg.SGD(floats(ROWS), 0.7), floats(DIFFERENT)),
+    "decayed": lambda: hg.add_decayed_weights(hg.clip_by_global_norm(hg.SGD(0.2, 0.7), 2.0), floats(DIFFERENT)),
+    "partition": lambda: hg.partition({"a": hg.SGD(floats(DIFFERENT), 0.7), "b": hg.Adam(0.1)}, each(*"aaaabb")),
+}
+
+
+@some_of("name", RULES, "SGD", "clipped")
+def test_reversible_is_unrolled(name: str) -> None:
+    with jax.enable_x64(True):
+        made = RULES[name]()
+        assert any(b.parts > 1 for b in lay_out.lay_out(made, params(), STEPS, None, None, unbounded=False).blocks)
+        assert_close(*(derivatives(made, adjoint) for adjoint in (hg.Reversible(), hg.Unrolled())))
+
+
+@some_of("name", RULES, "rows", "decayed")
+def test_it_changes_nothing_but_rounding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number for each leaf, a block for each leaf."""
+    with jax.enable_x64(True):
+        together = derivatives(RULES[name](), hg.Reversible())
+        monkeypatch.setattr(side_by_side, "LARGE", -1.0)
+        assert_close(together, derivatives(RULES[name](), hg.Reversible()))
+
+
+@pytest.mark.long
+def test_steps_from_python_agree() -> None:
+    with jax.enable_x64(True):
+        p, made = params(jnp.float64), RULES["clipped"]()
+        run = lambda adjoint: hg.train(loss, p, made, hg.full_batch(0.5), theta=0.3, steps=STEPS, adjoint=adjoint)  # noqa: E731
+        value = lambda driver: run(hg.Reversible(driver=driver)).params  # noqa: E731
+        assert_close(value("host"), value("scan"))
+
+
+@pytest.mark.long
+def test_each_member_of_a_batch_has_its_own() -> None:
+    scales = jnp.linspace(0.5, 1, 3)
+
+    def value(scale: Any) -> Any:
+        made = hg.SGD({name: x * scale for name, x in DIFFERENT.items()}, 0.7)
+        run = hg.train(loss, params(), made, hg.full_batch(0.5), theta=0.3, steps=STEPS)
+        return sum(jnp.sum(x**2) for x in jax.tree.leaves(run.params))
+
+    one = jax.value_and_grad(value)
+    assert_close(jax.vmap(one)(scales), jax.tree.map(lambda *x: jnp.stack(x), *map(one, scales)), 1e-4)
+
+
+@pytest.mark.parametrize("leaf", ["a", long("b"), "c", long("e")])
+def test_an_error_names_the_leaf(leaf: str) -> None:
+    far = lambda p, *_: sum(jnp.sum(x) for x in p.values()) + 1e9 * jnp.sum(p[leaf])  # noqa: E731
+    with fails(hg.RangeError, f"velocity['{leaf}'] left the range of its fixed-point grid at step 0"):
+        hg.train(far, params(), hg.SGD(DIFFERENT, 0.7), hg.full_batch(0.0), steps=STEPS)
+
+
+@given(st.lists(st.tuples(st.sampled_from([(0,), (1,), (2,), (1, 2), (4,), (2, 2)]), st.integers(0, 3)), max_size=40))
+@settings(deadline=None, max_examples=100)
+def test_the_leaves_of_a_part_have_one_hyperparameter_and_parts_one_size(leaves: list[tuple[Any, int]]) -> None:
+    values = [jnp.zeros(shape) for shape, _ in leaves] + [jnp.zeros(100)]
+    rates = [float(1 + key) for _, key in leaves] + [0.5]
+    out = lay_out.lay_out(hg.SGD(rates), values, STEPS, None, None, unbounded=False)
+    assert sorted(i for b in out.blocks for i in b.leaves) == list(range(len(values)))
+    for own, h in zip(out.blocks, out.h, strict=True):
+        seen = jnp.broadcast_to(h["learning_rate"][0], own.shape)
+        for i, x in zip(own.leaves, own.split(seen), strict=True):
+            assert x.shape == values[i].shape and (x == rates[i]).all()
+
+
+@pytest.mark.parametrize(("count", "size", "apart"), [(33, 3, True), (32, 3, False), (33, 1025, False)])
+def test_many_small_leaves_are_split_apart(count: int, size: int, apart: bool) -> None:
+    out = lay_out.lay_out(hg.SGD(0.1), [jnp.zeros(size)] * count, STEPS, None, None, unbounded=False)
+    assert [b.split_apart for b in out.blocks] == [apart]
+
+
+@pytest.mark.of_bits
+def test_split_apart_every_road_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block, "MANY", 1)
+    with jax.enable_x64(True):
+        made = hg.RMSProp({name: 0.9 * x for name, x in floats(DIFFERENT).items()}, decay=0.8, momentum=0.5)
+        out = lay_out.lay_out(made, params(), STEPS, None, None, unbounded=False)
+        assert [b.split_apart for b in out.blocks] == [True, True, False]
+        assert_close(*(derivatives(made, adjoint) for adjoint in (hg.Reversible(), hg.Unrolled())))
