@@ -17,6 +17,7 @@ from hypergrad._placement import may_be_divided
 from hypergrad.optimizers.chain import foreign
 from hypergrad.optimizers.expand import Field, shared_value
 from hypergrad.optimizers.partition import Stack
+from hypergrad.optimizers.transform import Transformed
 from hypergrad.schedules import PerStep
 
 
@@ -45,7 +46,7 @@ def side_by_side(
         first = part[0]
         stack = stacks[first]
         key: tuple[Hashable, ...] = (first,)
-        if by_parts and by_itself is None and _prepares_by_entry(stack):
+        if by_parts and by_itself is None and _reads_by_entry(stack):
             size = sum(leaves[i].size for i in part)
             key = (size, leaves[first].dtype, _paths(stack), *_of_all_parts(stack, fields[first], first))
         blocks.setdefault(key, []).append(tuple(part))
@@ -78,9 +79,11 @@ def _kind(value: Any) -> Hashable:
     return isinstance(value, PerStep) if np.ndim(raw) == axes and value is not None else object()
 
 
-def _prepares_by_entry(stack: Stack) -> bool:
-    """Whether what the rule prepares may differ by part, decays apart: these are fields, and `prepare` is the library's,
-    which computes entry by entry."""
+def _reads_by_entry(stack: Stack) -> bool:
+    """Whether hyperparameters may differ by part, decays apart: all that reads them is the library's, which computes entry
+    by entry (somebody else's may take the first for all), and the decays are fields, of which nothing is prepared."""
     rule: Any = stack.rule.optimizer
     decays = {link.decay for link in stack.chain if link.decay}
-    return decays <= rule.hyperparameters().keys() and not foreign(type(rule).prepare)
+    around = (layer.optimizer.transform for layer in stack.layers if isinstance(layer.optimizer, Transformed))
+    reads = [type(rule).prepare, *(link.increment for link in stack.chain if link.increment), *around]
+    return decays <= rule.hyperparameters().keys() and not any(map(foreign, reads))

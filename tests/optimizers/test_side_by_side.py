@@ -13,7 +13,8 @@ from tiny import fails
 
 import hypergrad as hg
 from experiments import _quick
-from hypergrad.optimizers import block, lay_out, side_by_side
+from hypergrad.optimizers import Link, block, lay_out, side_by_side
+from hypergrad.optimizers.transform import Transformed
 
 
 STEPS = 6
@@ -36,6 +37,27 @@ def each(*values: Any) -> dict[str, Any]:
 
 DIFFERENT = each(0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 ROWS = {name: hg.PerStep(jnp.linspace(x, 0.1, STEPS)) for name, x in DIFFERENT.items()}
+
+
+class First(hg.SGD):
+    """Takes the first number for the rate of all, as one of a leaf is."""
+
+    entrywise = True
+    chain = (
+        Link("velocity", lambda h, z, g: -g, decay="momentum"),
+        Link("params", lambda h, z: h.learning_rate.reshape(-1)[0] * z.velocity),
+    )
+
+
+class FirstBound(Transformed):
+    """Likewise, of the bound around a rule."""
+
+    bound: Any = 1.0
+    entrywise_transform = True
+
+    @staticmethod
+    def transform(h: Any, w: Any, g: Any) -> Any:
+        return [x * hj.bound.reshape(-1)[0] for hj, x in zip(h, g, strict=True)]
 
 
 class Prepared(hg.SGD):
@@ -64,6 +86,8 @@ class Prepared(hg.SGD):
         (hg.SGD(ROWS, DIFFERENT), APART),
         (hg.AdamW(DIFFERENT), APART),
         (Prepared(DIFFERENT), APART),
+        (First(DIFFERENT), APART),
+        (FirstBound(hg.SGD(0.1), DIFFERENT), APART),
     ],
     ids=str,
 )
