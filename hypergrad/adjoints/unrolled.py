@@ -158,7 +158,7 @@ def _step(run: Run, same: Same, carry: tuple[State, list[Floats]], x: Any) -> tu
     for j in run.parameters:
         for link in run.blocks[j].chain[run.early[j] :]:
             state, shadow = _both(run, j, link, t, state, shadow, h, entries, signals)
-    return (state, shadow), (value, sizes(t, _stopped(gradient)), metrics)
+    return (state, shadow), (value, sizes(run, t, _stopped(gradient)), metrics)
 
 
 def _transformed(run: Run, t: Array, state: State, shadow: list[Floats], h: list[Hypers], g: list[Array]) -> list[Array]:

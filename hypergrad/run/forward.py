@@ -51,7 +51,7 @@ def forward(run: Run, inputs: Inputs, state: State, xs: Any) -> tuple[State, See
 
     def body(consts: Any, state: State, x: Any) -> tuple[State, tuple[Seen, Array]]:
         state, seen, g = train_step(run, gradient, consts, state, x)
-        return state, (seen, sizes(x[0], g))
+        return state, (seen, sizes(run, x[0], g))
 
     end, (seen, of_gradients) = run.loop(body, (constant, theta, inputs.frozen), state, xs)
     return end, seen, of_gradients

@@ -39,11 +39,11 @@ class Noted(NamedTuple):
 
     step: Array  # int32 []: the first whose loss is no number, if there is one
     loss: Array  # that; else a finite one
-    sizes: Array | None  # of the gradient of each block, the largest, as `hypergrad.run.underflow` takes them
+    sizes: Array | None  # of the gradient, the largest of each part, as `hypergrad.run.underflow` takes them
 
 
 def note(_: Run, losses: Array, sizes: Array | None, first: Any) -> Noted:
-    """Of the steps from `first` on; sizes: [steps, blocks]."""
+    """Of the steps from `first` on; sizes: [steps, parts of all blocks]."""
     bad = first_true(~jnp.isfinite(losses))
     return Noted(first + bad, losses[bad], None if sizes is None else sizes.max(axis=0))
 

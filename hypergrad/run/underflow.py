@@ -3,11 +3,13 @@
 Invariant: what is too large for the grid is an error of its own (`hypergrad.run.status`); this is its other end, a warning.
 
 The gradient's largest entry is looked at in steps 0, 1, 2, 4, 8, ...; what a link makes of it is then compared with the
-link's quantum. A block counts if it moves by more than a thousandth of itself, or if all blocks that have a gradient are so
-small: many networks have leaves whose gradient is nothing but rounding, a bias before a normalization for one.
+link's quantum. A part of a block counts if it moves by more than a thousandth of itself, or if all that have a gradient are
+so small: many networks have leaves whose gradient is nothing but rounding, a bias before a normalization for one.
 """
 
-from typing import Any, NamedTuple
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,47 +36,62 @@ class Underflow(NamedTuple):
     quanta: Array  # float32
 
 
-def sizes(t: Array, g: list[Array]) -> Array:
-    """|g|, the largest of each block, at some steps; else 0: float32 [blocks]."""
-    return behind_branch((t & (t - 1)) == 0, largest, g)
+def sizes(run: Run, t: Array, g: list[Array]) -> Array:
+    """|g|, the largest of each part of each block of the parameters, at some steps; else 0: float32 [parts of all]."""
+    return behind_branch((t & (t - 1)) == 0, lambda g: largest(run.of_parameters, g), g)
 
 
 def underflow(
     run: Run, values: list[Floats], h: list[Hypers], end: State, found: Array, places: list[list[int]]
 ) -> Underflow:
-    """found: the largest of `sizes`, [blocks]; places: of each block and link, the index of its first leaf."""
+    """found: the largest of `sizes`, [parts of all]; places: of each block and link, the index of its first leaf."""
+    blocks = run.of_parameters
+    owner = np.repeat(np.arange(len(blocks)), [block.parts for block in blocks])  # of each part, its block
     constant, stepped = split_steps(h, run.steps)
     middle = join_steps(constant, jax.tree.map(lambda x: x[run.steps // 2], stepped))
     last = [seen_outside(b, b.chain[-1], end[j]) for j, b in enumerate(run.of_parameters)]
     taken = unseen()  # what a program begins with may be constants: XLA took seconds to find the largest of a million
     start = [jnp.where(taken, values[j][PARAMS], 0) for j in run.parameters]
-    first, moved = largest(start), largest([a - b for a, b in zip(last, start, strict=True)])
-    updates: list[Any] = []
-    which: list[tuple[int, int]] = []  # (block, place)
-    for j, block in enumerate(run.of_parameters):
+    first, moved = largest(blocks, start), largest(blocks, [a - b for a, b in zip(last, start, strict=True)])
+    updates: list[Array] = []
+    which: list[tuple[int, int]] = []  # (part, place) of each update
+    for j, block in enumerate(blocks):
+        (parts,) = np.nonzero(owner == j)
         for link, place in zip(block.chain[:-1], places[j], strict=False):
             if link.signal != GRADIENT or link.increment is None:
                 continue
-            filled = jnp.full(block.shape, found[j], block.dtype)
+            own = found[parts].astype(block.dtype)
+            filled = jnp.broadcast_to(own[:, None] if block.parts > 1 else own[0], block.shape)
             update = block.increment(link, middle[j], readable(run, j, link, end), filled)
-            updates.append(largest([update])[0] / quantum(block, link))
-            which.append((j, place))
-    owners = np.asarray([j for j, _ in which], int)
-    update = jnp.asarray(updates, jnp.float32)  # none, where all links see signals
+            updates.append(largest([block], [update]) / quantum(block, link))
+            which.extend(zip(parts, _places(block, place), strict=True))
+    owners = np.asarray([part for part, _ in which], int)
+    update = jnp.concatenate([*updates, jnp.zeros(0, jnp.float32)])  # none, where all links see signals
     few = (update < ENOUGH) & (update > 0)  # a learning rate of 0 moves nothing, and means it
     any_few = (few[:, None] & (owners[:, None] == np.arange(len(first)))).any(axis=0)
     counts = few & ((first > 0) & (moved > first / ENOUGH) | (any_few | (found == 0)).all())[owners]
-    size = jnp.maximum(first, largest(last)) / jnp.asarray([quantum(b, b.chain[-1]) for b in run.of_parameters], jnp.float32)
+    quanta_of = np.asarray([quantum(block, block.chain[-1]) for block in blocks], np.float32)[owner]
+    size = jnp.maximum(first, largest(blocks, last)) / quanta_of
     quanta = jnp.concatenate([update, size])
     counts = jnp.concatenate([counts, (size < ENOUGH) & (first > 0)])
+    of_parameters = [place for j, block in enumerate(blocks) for place in _places(block, places[j][-1])]
     index = jax.lax.argmin(jnp.where(counts, quanta, jnp.inf), 0, jnp.int32)
-    all_places = jnp.asarray([place for _, place in which] + [places[j][-1] for j in run.parameters], jnp.int32)
+    all_places = jnp.asarray([place for _, place in which] + of_parameters, jnp.int32)
     return Underflow(jnp.where(counts.any(), all_places[index], -1), jnp.where(counts.any(), quanta[index], 0))
 
 
-def largest(leaves: list[Array]) -> Array:
-    """|x|, the largest of each: float32 [leaves]."""
-    return jnp.stack([jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in leaves])
+def largest(blocks: Sequence[Block], arrays: list[Array]) -> Array:
+    """|x|, the largest of each part of each block: float32 [parts of all]."""
+    found = [
+        jnp.max(jnp.abs(x), axis=-1 if block.parts > 1 else None, initial=0) for block, x in zip(blocks, arrays, strict=True)
+    ]
+    return jnp.concatenate([x.astype(jnp.float32).reshape(block.parts) for block, x in zip(blocks, found, strict=True)])
+
+
+def _places(block: Block, place: int) -> list[int]:
+    """Of each part of a block, the place of its first leaf. place: of the block's first."""
+    begin = np.arange(block.parts) * (math.prod(block.shape) // block.parts)
+    return (place + np.searchsorted(block.ends, begin, side="right")).tolist()
 
 
 def quantum(block: Block, link: Link) -> float:

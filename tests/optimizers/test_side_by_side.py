@@ -1,5 +1,6 @@
 """Leaves whose hyperparameters differ, in one block: which are, that every road agrees on them, and that nothing mixes."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -213,3 +214,17 @@ def test_split_apart_every_road_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
         out = lay_out.lay_out(made, params(), STEPS, None, None, unbounded=False)
         assert [b.split_apart for b in out.blocks] == [True, True, False]
         assert_close(*(derivatives(made, adjoint) for adjoint in (hg.Reversible(), hg.Unrolled())))
+
+
+@pytest.mark.parametrize("small", ["c", long("e"), None])
+def test_updates_too_small_for_the_grid_are_told_of_the_leaf_that_has_them(small: str | None) -> None:
+    """Though those of the leaves beside it are large enough."""
+    size = lambda name: 1e-6 if name == small else 1.0  # noqa: E731
+    slow = lambda p, _, x: sum(jnp.sum((v - x) ** 2) * size(name) for name, v in p.items())  # noqa: E731
+    rates = {name: x / (10 * size(name)) for name, x in DIFFERENT.items()}
+    start = jax.tree.map(lambda x: jnp.full_like(x, 1.5), params())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        hg.train(slow, start, hg.SGD(rates, 0.9), hg.full_batch(1.0), steps=20)
+    expected = [f"velocity['{small}'] is too small for its fixed-point grid"] if small else []
+    assert [str(x.message).partition(":")[0] for x in told] == expected
