@@ -58,10 +58,11 @@ def taken_over(run: Run, inputs: Inputs, first: State, before: tuple[Run, Inputs
 
 
 def sizes_so_far(run: Run, before: Run, noted: Noted) -> Array:
-    """`noted.sizes` of the run before, for the blocks of the other: of each at least what its leaves had."""
+    """`noted.sizes` of the run before, for the parts of the other: of each at least what its leaves had."""
     assert noted.sizes is not None
-    of_leaf = {leaf: size for block, size in zip(before.of_parameters, noted.sizes, strict=True) for leaf in block.leaves}
-    return jnp.stack([jnp.stack([of_leaf[leaf] for leaf in block.leaves]).max() for block in run.of_parameters])
+    there, here = ([part for block in one.of_parameters for part in block.parts] for one in (before, run))
+    of_leaf = {leaf: size for part, size in zip(there, noted.sizes, strict=True) for leaf in part}
+    return jnp.stack([jnp.stack([of_leaf[leaf] for leaf in part]).max() for part in here])
 
 
 def _shapes(state: State) -> Any:

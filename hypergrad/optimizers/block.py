@@ -28,6 +28,7 @@ from hypergrad.schedules import PerStep
 MANY, SMALL = 32, 1024  # leaves of a block, and entries of each on the average: see `Block.split_apart`
 WIDE_RANGE_BITS = 8  # sums of squares up to 2^22 for float32 parameters
 
+Parts = tuple[tuple[int, ...], ...]  # of a block, the leaves of each, in the order in which they lie
 Floats = dict[str, Any]  # of one block: link -> array; also the tree of new statistics, by their name
 
 
@@ -42,10 +43,9 @@ class Lost(NamedTuple):
 class Block:
     """What one chain moves; hashable."""
 
-    leaves: tuple[int, ...]  # of the parameters, or of the statistics, in the order in which they lie
-    shapes: tuple[tuple[int, ...], ...]
+    parts: Parts  # of as many entries each, with hyperparameters of their own
+    shapes: tuple[tuple[int, ...], ...]  # of its leaves
     flat: bool  # whether they lie one after the other; else the block is one leaf and has its shape
-    parts: int  # of as many entries each, with hyperparameters of their own; one: it is a vector
     entrywise: bool  # whether what becomes of an entry depends on no other
     chain: tuple[Link, ...]
     dtype: np.dtype  # of accumulators, updates and hyperparameters
@@ -58,11 +58,16 @@ class Block:
     reads: tuple[frozenset[str], ...] = ()  # of each link, the links whose values enter its increments
 
     @property
+    def leaves(self) -> tuple[int, ...]:
+        """Of the parameters, or of the statistics, in the order in which they lie."""
+        return tuple(i for part in self.parts for i in part)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         if not self.flat:
             return self.shapes[0]
         size = sum(map(math.prod, self.shapes))
-        return (size,) if self.parts == 1 else (self.parts, size // self.parts)
+        return (size,) if len(self.parts) == 1 else (len(self.parts), size // len(self.parts))
 
     @property
     def of_parameters(self) -> bool:
@@ -70,7 +75,7 @@ class Block:
 
     def moved(self) -> "Block":
         """What its increments are traced with: equal for blocks that differ in where they lie and what they lose."""
-        nothing: Any = {"leaves": (), "shapes": (self.shape,), "flat": False, "parts": 1, "buffers": ()}
+        nothing: Any = {"parts": ((),), "shapes": (self.shape,), "flat": False, "buffers": ()}
         return dataclasses.replace(self, **nothing, fraction_bits=(), known=(), most=(), isolated=(), reads=())
 
     def join(self, leaves: list[Any]) -> Any:
@@ -78,7 +83,7 @@ class Block:
         return self.joined([leaves[i] for i in self.leaves])
 
     def joined(self, own: list[Array]) -> Array:
-        return lying(own, self.flat, self.parts)
+        return lying(own, self.flat, len(self.parts))
 
     def split(self, array: Array) -> list[Array]:
         """The inverse of `joined`, and of what is computed entry by entry from what it made."""
@@ -153,13 +158,12 @@ def split_vectors(arrays: list[Array], shapes: tuple[tuple[tuple[int, ...], ...]
 
 
 def block(
-    leaves: tuple[int, ...],
+    parts: Parts,
     arrays: list[Array],
     chain: tuple[Link, ...],
     h: Hypers,
     *,
     flat: bool,
-    parts: int,
     entrywise: bool,
     fraction_bits: int | None,
     unbounded: bool,
@@ -167,13 +171,12 @@ def block(
     most: tuple[Lost | None, ...],
 ) -> Block:
     """arrays: all leaves of the tree that the block is of."""
-    first = arrays[leaves[0]]
+    first = arrays[parts[0][0]]
     bits = default_fraction_bits(first.dtype) if fraction_bits is None else fraction_bits
     return Block(
-        leaves,
-        tuple(arrays[i].shape for i in leaves),
-        flat,
         parts,
+        tuple(arrays[i].shape for part in parts for i in part),
+        flat,
         entrywise,
         chain,
         compute_dtype(first),

@@ -109,12 +109,12 @@ def lay_out(
         check_fits(stack, path, hj, start.values())
         decays = [(x, of_leaf[first][-1][x.decay].values[first] if x.decay in found.given else None) for x in stack.chain]
         options: Any = {
-            "flat": flat, "parts": len(parts), "entrywise": stack.entrywise, "fraction_bits": fraction_bits,
+            "flat": flat, "entrywise": stack.entrywise, "fraction_bits": fraction_bits,
             "unbounded": unbounded,
             "known": tuple(known_lost(link, value, leaves[first], steps) for link, value in decays),
             "most": tuple(most_lost(link, value, leaves[first], steps) for link, value in decays),
         }  # fmt: skip
-        blocks.append(block(own, list(leaves), stack.chain, hj, **options))
+        blocks.append(block(parts, list(leaves), stack.chain, hj, **options))
         h.append(hj)
         with_past = {key: id(x) for key, x in expanded.items() if x is not own_fields[key]}
         alike.append(_decays_alike(stack, of_leaf[first], first, found, blocks[-1], with_past))
@@ -207,10 +207,10 @@ def with_statistics(out: LaidOut, statistics: Statistics, steps: int, fraction_b
     decays = broadcast_prefix("statistics.decay", statistics.decay, statistics.values, "the statistics")
     for i, (leaf, h, decay) in enumerate(zip(leaves, rates, decays, strict=True)):
         options: Any = {
-            "flat": False, "parts": 1, "entrywise": False, "fraction_bits": fraction_bits, "unbounded": unbounded,
+            "flat": False, "entrywise": False, "fraction_bits": fraction_bits, "unbounded": unbounded,
             "known": (known_lost(MEANS, decay, leaf, steps),), "most": (most_lost(MEANS, decay, leaf, steps),),
         }  # fmt: skip
-        own = block((i,), leaves, (MEANS,), h, **options)
+        own = block(((i,),), leaves, (MEANS,), h, **options)
         out.blocks.append(own)
         out.values.append({STATISTICS: leaf.astype(compute_dtype(leaf))})
         out.h.append(h)

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from hypergrad._placement import may_be_divided
+from hypergrad.optimizers.block import Parts
 from hypergrad.optimizers.chain import foreign
 from hypergrad.optimizers.expand import Field, shared_value
 from hypergrad.optimizers.partition import Stack
@@ -22,8 +23,6 @@ from hypergrad.schedules import PerStep
 
 
 LARGE = 1 / 8  # of all parameters: a leaf of more than that stays by itself, since every step copies those that do not
-
-Parts = tuple[tuple[int, ...], ...]  # of a block, the leaves of each, in the order in which they lie
 
 
 def side_by_side(

@@ -7,7 +7,7 @@ link's quantum. A part of a block counts if it moves by more than a thousandth o
 so small: many networks have leaves whose gradient is nothing but rounding, a bias before a normalization for one.
 """
 
-import math
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ def underflow(
 ) -> Underflow:
     """found: the largest of `sizes`, [parts of all]; places: of each block and link, the index of its first leaf."""
     blocks = run.of_parameters
-    owner = np.repeat(np.arange(len(blocks)), [block.parts for block in blocks])  # of each part, its block
+    owner = np.repeat(np.arange(len(blocks)), [len(block.parts) for block in blocks])  # of each part, its block
     constant, stepped = split_steps(h, run.steps)
     middle = join_steps(constant, jax.tree.map(lambda x: x[run.steps // 2], stepped))
     last = [seen_outside(b, b.chain[-1], end[j]) for j, b in enumerate(run.of_parameters)]
@@ -61,7 +61,7 @@ def underflow(
             if link.signal != GRADIENT or link.increment is None:
                 continue
             own = found[parts].astype(block.dtype)
-            filled = jnp.broadcast_to(own[:, None] if block.parts > 1 else own[0], block.shape)
+            filled = jnp.broadcast_to(own[:, None] if len(block.parts) > 1 else own[0], block.shape)
             update = block.increment(link, middle[j], readable(run, j, link, end), filled)
             updates.append(largest([block], [update]) / quantum(block, link))
             which.extend(zip(parts, _places(block, place), strict=True))
@@ -82,16 +82,17 @@ def underflow(
 
 def largest(blocks: Sequence[Block], arrays: list[Array]) -> Array:
     """|x|, the largest of each part of each block: float32 [parts of all]."""
-    found = [
-        jnp.max(jnp.abs(x), axis=-1 if block.parts > 1 else None, initial=0) for block, x in zip(blocks, arrays, strict=True)
-    ]
-    return jnp.concatenate([x.astype(jnp.float32).reshape(block.parts) for block, x in zip(blocks, found, strict=True)])
+
+    def of_parts(block: Block, x: Array) -> Array:
+        row = jnp.max(jnp.abs(x), axis=None if len(block.parts) == 1 else -1, initial=0)
+        return row.astype(jnp.float32).reshape(-1)
+
+    return jnp.concatenate(list(map(of_parts, blocks, arrays)))
 
 
 def _places(block: Block, place: int) -> list[int]:
     """Of each part of a block, the place of its first leaf. place: of the block's first."""
-    begin = np.arange(block.parts) * (math.prod(block.shape) // block.parts)
-    return (place + np.searchsorted(block.ends, begin, side="right")).tolist()
+    return [place + n for n in itertools.accumulate(map(len, block.parts[:-1]), initial=0)]
 
 
 def quantum(block: Block, link: Link) -> float:

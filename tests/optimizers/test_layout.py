@@ -45,7 +45,7 @@ def test_split_undoes_join(leaves: list[tuple[tuple[int, ...], int]]) -> None:
     assert sorted(i for block in blocks for i in block.leaves) == list(range(len(leaves)))
     for block in blocks:
         vector = block.join(values)
-        assert vector.shape == block.shape and vector.ndim == (1 if block.parts == 1 else 2)
+        assert vector.shape == block.shape and vector.ndim == (1 if len(block.parts) == 1 else 2)
         for i, x in zip(block.leaves, block.split(vector), strict=True):
             np.testing.assert_array_equal(x, values[i])
         np.testing.assert_array_equal(block.joined(block.split(vector)), vector)

@@ -95,9 +95,7 @@ class Prepared(hg.SGD):
 def test_parts_of_one_size_whose_numbers_differ_lie_in_one_block(optimizer: Any, parts: Any) -> None:
     out = lay_out.lay_out(optimizer, params(), STEPS, None, None, unbounded=False)
     names = list(SHAPES)
-    sizes = [sum(np.prod(SHAPES[name], dtype=int) for name in part) for own in parts for part in own]
-    assert [tuple(names[i] for i in b.leaves) for b in out.blocks] == [sum(own, ()) for own in parts]
-    assert [b.parts for b in out.blocks] == [len(own) for own in parts] and sum(sizes) == 116
+    assert [tuple(tuple(names[i] for i in part) for part in b.parts) for b in out.blocks] == list(parts)
 
 
 def loss(p: Any, theta: Any, x: Any) -> Any:
@@ -145,7 +143,7 @@ RULES: dict[str, Any] = {
 def test_reversible_is_unrolled(name: str) -> None:
     with jax.enable_x64(True):
         made = RULES[name]()
-        assert any(b.parts > 1 for b in lay_out.lay_out(made, params(), STEPS, None, None, unbounded=False).blocks)
+        assert any(len(b.parts) > 1 for b in lay_out.lay_out(made, params(), STEPS, None, None, unbounded=False).blocks)
         assert_close(*(derivatives(made, adjoint) for adjoint in (hg.Reversible(), hg.Unrolled())))
 
 
