@@ -7,6 +7,7 @@ at set-up, and is part of its value.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -162,15 +163,15 @@ def block(
     arrays: list[Array],
     chain: tuple[Link, ...],
     h: Hypers,
+    decays: Sequence[Any],
+    steps: int,
     *,
     flat: bool,
     entrywise: bool,
     fraction_bits: int | None,
     unbounded: bool,
-    known: tuple[Lost | None, ...],
-    most: tuple[Lost | None, ...],
 ) -> Block:
-    """arrays: all leaves of the tree that the block is of."""
+    """arrays: all leaves of the tree that the block is of; decays: of each link, as it was given, None if it was made."""
     first = arrays[parts[0][0]]
     bits = default_fraction_bits(first.dtype) if fraction_bits is None else fraction_bits
     return Block(
@@ -183,8 +184,8 @@ def block(
         np.dtype(first.dtype),
         tuple(bits - WIDE_RANGE_BITS if link.wide else bits for link in chain),
         tuple(_buffer(h[link.decay], unbounded) if link.decay else None for link in chain),
-        known,
-        most,
+        tuple(known_lost(link, value, first, steps) for link, value in zip(chain, decays, strict=True)),
+        tuple(most_lost(link, value, first, steps) for link, value in zip(chain, decays, strict=True)),
     )
 
 

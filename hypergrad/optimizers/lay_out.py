@@ -8,9 +8,10 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
-from hypergrad.optimizers.block import Block, Floats, block, known_lost, lying, most_lost
+from hypergrad.optimizers.block import Block, Floats, block, lying
 from hypergrad.optimizers.chain import PARAMS, STATISTICS, Optimizer, check_invertible
 from hypergrad.optimizers.expand import (
     Field,
@@ -65,6 +66,7 @@ def lay_out(
     that the derivative begins with. past: what held before the step from which the optimizer does.
     elsewhere: whether the run is to have the same bits on any number of devices."""
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
+    names = list(map(jax.tree_util.keystr, paths))
     layers = layers_of(optimizer, params)
     for layer in layers:
         if layer.is_rule:
@@ -88,12 +90,9 @@ def lay_out(
     rows: dict[Hashable, Array] = {}
     for own, parts, start, flat in zip(of_blocks, all_parts, values, in_vectors, strict=True):
         first, stack = own[0], stacks[own[0]]
-        path, axes = jax.tree_util.keystr(paths[first]), start[PARAMS].ndim
-        of_parts = [
-            expand(stack, of_leaf[i], i, jax.tree_util.keystr(paths[i]), leaves[i], steps, axes, made) for i, *_ in parts
-        ]
-        own_fields = {key: _of_parts([x[key] for x in of_parts], made) for key in of_parts[0]}
-        expanded = own_fields
+        path, axes = names[first], start[PARAMS].ndim
+        of_parts = [expand(stack, of_leaf[i], i, names[i], leaves[i], steps, axes, made) for i, *_ in parts]
+        expanded = own_fields = _side_by_side(of_parts, made)
         if before is not None:
             expanded = before.joined(own_fields, first, path, leaves[first], steps, axes)
         dtype = compute_dtype(leaves[first])
@@ -107,14 +106,10 @@ def lay_out(
             found = begun(stack, found, expanded, start, steps, dtype, of_begin)
         hj = found.h
         check_fits(stack, path, hj, start.values())
-        decays = [(x, of_leaf[first][-1][x.decay].values[first] if x.decay in found.given else None) for x in stack.chain]
-        options: Any = {
-            "flat": flat, "entrywise": stack.entrywise, "fraction_bits": fraction_bits,
-            "unbounded": unbounded,
-            "known": tuple(known_lost(link, value, leaves[first], steps) for link, value in decays),
-            "most": tuple(most_lost(link, value, leaves[first], steps) for link, value in decays),
-        }  # fmt: skip
-        blocks.append(block(parts, list(leaves), stack.chain, hj, **options))
+        decays = [of_leaf[first][-1][x.decay].values[first] if x.decay in found.given else None for x in stack.chain]
+        grid: Any = {"fraction_bits": fraction_bits, "unbounded": unbounded}
+        made_of = parts, list(leaves), stack.chain, hj, decays, steps
+        blocks.append(block(*made_of, flat=flat, entrywise=stack.entrywise, **grid))
         h.append(hj)
         with_past = {key: id(x) for key, x in expanded.items() if x is not own_fields[key]}
         alike.append(_decays_alike(stack, of_leaf[first], first, found, blocks[-1], with_past))
@@ -122,8 +117,8 @@ def lay_out(
         per_step.append(
             {key: x for key, x in _per_step(stack, of_leaf[first], first, blocks[-1], rows).items() if key in kept}
         )
-    names = [{key: field.name for key, field in own[-1].items()} for own in of_leaf]
-    return LaidOut(blocks, values, h, alike, per_step, _transforms(layers, blocks), layers, names)
+    of_rule = [{key: field.name for key, field in own[-1].items()} for own in of_leaf]
+    return LaidOut(blocks, values, h, alike, per_step, _transforms(layers, blocks), layers, of_rule)
 
 
 def _decays_alike(
@@ -165,15 +160,19 @@ def common(h: list[Hypers]) -> tuple[tuple[tuple[str, int], ...], ...]:
     return tuple(tuple((key, numbers[id(x)]) for key, x in own.items() if id(x) in numbers) for own in h)
 
 
-def _of_parts(values: list[Array], made: dict[Hashable, Any]) -> Array:
-    """One hyperparameter of a block, [steps | 1, parts, 1], of those of its parts, [steps | 1, 1, 1]; as it is where they
-    are the same. made: as of `expand`, so that blocks whose parts have the same share it."""
-    if all(x is values[0] for x in values):
-        return values[0]
-    name = tuple(map(id, values))
-    if name not in made:
-        made[name] = jax.numpy.concatenate(values, axis=1)
-    return made[name]
+def _side_by_side(of_parts: list[Hypers], made: dict[Hashable, Any]) -> Hypers:
+    """The hyperparameters of a block, [steps | 1, parts, 1], of those of its parts, [steps | 1, 1, 1]; as they are where
+    these are the same. made: as of `expand`, so that blocks whose parts have the same share it."""
+
+    def one(values: list[Array]) -> Array:
+        if all(x is values[0] for x in values):
+            return values[0]
+        name = tuple(map(id, values))
+        if name not in made:
+            made[name] = jnp.concatenate(values, axis=1)
+        return made[name]
+
+    return {key: one([own[key] for own in of_parts]) for key in of_parts[0]}
 
 
 def _begins(rule: Optimizer) -> bool:
@@ -206,11 +205,8 @@ def with_statistics(out: LaidOut, statistics: Statistics, steps: int, fraction_b
     leaves, rates = jax.tree.leaves(statistics.values), prepared_statistics(statistics, steps)
     decays = broadcast_prefix("statistics.decay", statistics.decay, statistics.values, "the statistics")
     for i, (leaf, h, decay) in enumerate(zip(leaves, rates, decays, strict=True)):
-        options: Any = {
-            "flat": False, "entrywise": False, "fraction_bits": fraction_bits, "unbounded": unbounded,
-            "known": (known_lost(MEANS, decay, leaf, steps),), "most": (most_lost(MEANS, decay, leaf, steps),),
-        }  # fmt: skip
-        own = block(((i,),), leaves, (MEANS,), h, **options)
+        grid: Any = {"fraction_bits": fraction_bits, "unbounded": unbounded}
+        own = block(((i,),), leaves, (MEANS,), h, [decay], steps, flat=False, entrywise=False, **grid)
         out.blocks.append(own)
         out.values.append({STATISTICS: leaf.astype(compute_dtype(leaf))})
         out.h.append(h)
