@@ -185,17 +185,34 @@ def test_an_error_names_the_leaf(leaf: str) -> None:
         hg.train(far, params(), hg.SGD(DIFFERENT, 0.7), hg.full_batch(0.0), steps=STEPS)
 
 
-@given(st.lists(st.tuples(st.sampled_from([(0,), (1,), (2,), (1, 2), (4,), (2, 2)]), st.integers(0, 3)), max_size=40))
+def test_dtypes_and_rules_do_not_share_a_block() -> None:
+    narrow = {name: x.astype(jnp.bfloat16) if name in "bd" else x for name, x in params().items()}
+    rules = {"x": hg.SGD(DIFFERENT), "y": hg.SGD(DIFFERENT)}
+    labels = each(*"xyxyyy")
+    expected = [((0,), (2,)), ((1,),), ((3,),), ((4,),), ((5,),)]
+    for made, p in ((hg.SGD(DIFFERENT), narrow), (hg.partition(rules, each(*"xyxyxx")), params())):
+        out = lay_out.lay_out(made, p, STEPS, None, None, unbounded=False)
+        assert [b.parts for b in out.blocks] == expected
+    out = lay_out.lay_out(hg.partition(rules, labels), params(), STEPS, None, None, unbounded=False)
+    assert [b.parts for b in out.blocks] == [*expected[:2], ((3,), (4,)), expected[-1]]
+
+
+SMALL = st.sampled_from([(0,), (1,), (2,), (1, 2), (4,), (2, 2)])
+
+
+@given(st.lists(st.tuples(SMALL, st.integers(1, 4), st.sampled_from([0.5, 0.75])), max_size=40))
 @settings(deadline=None, max_examples=100)
-def test_the_leaves_of_a_part_have_one_hyperparameter_and_parts_one_size(leaves: list[tuple[Any, int]]) -> None:
-    values = [jnp.zeros(shape) for shape, _ in leaves] + [jnp.zeros(100)]
-    rates = [float(1 + key) for _, key in leaves] + [0.5]
-    out = lay_out.lay_out(hg.SGD(rates), values, STEPS, None, None, unbounded=False)
+def test_the_leaves_of_a_part_have_one_hyperparameter_and_parts_one_size(leaves: list[tuple[Any, int, float]]) -> None:
+    values = [*(jnp.zeros(shape) for shape, _, _ in leaves), jnp.zeros(100)]
+    rates, momenta = ([*(own[k] for own in leaves), 0.25] for k in (1, 2))
+    made = hg.SGD(list(map(float, rates)), momenta)
+    out = lay_out.lay_out(made, values, STEPS, None, None, unbounded=False)
     assert sorted(i for b in out.blocks for i in b.leaves) == list(range(len(values)))
     for own, h in zip(out.blocks, out.h, strict=True):
-        seen = jnp.broadcast_to(h["learning_rate"][0], own.shape)
-        for i, x in zip(own.leaves, own.split(seen), strict=True):
-            assert x.shape == values[i].shape and (x == rates[i]).all()
+        for name, expected in (("learning_rate", rates), ("momentum", momenta)):
+            seen = own.split(jnp.broadcast_to(h[name][0], own.shape))
+            for i, x in zip(own.leaves, seen, strict=True):
+                assert x.shape == values[i].shape and (x == expected[i]).all()
 
 
 @pytest.mark.parametrize(("count", "size", "apart"), [(33, 3, True), (32, 3, False), (33, 1025, False)])
