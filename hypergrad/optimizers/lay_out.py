@@ -76,9 +76,7 @@ def lay_out(
     of_leaf = [[fields[layer.path] for layer in stack.layers] for stack in stacks]
     before = None if past is None else Before(past, params, state, len(leaves))
     asked = of_leaf if before is None else [[*now, *old] for now, old in zip(of_leaf, before.of_leaf, strict=True)]
-    begins = state is not None and on_grid
-    by_parts = before is None and not (begins and any(layer.is_rule and _begins(layer.optimizer) for layer in layers))
-    all_parts = side_by_side(stacks, asked, list(leaves), elsewhere, by_parts)
+    all_parts = side_by_side(stacks, asked, list(leaves), elsewhere, by_parts=before is None)
     of_blocks = [tuple(i for part in parts for i in part) for parts in all_parts]
     in_vectors = [stacks[own[0]].entrywise and not keeps_shape(own, leaves, elsewhere) for own in of_blocks]
     joined = lambda b, own: lying(own, in_vectors[b], len(all_parts[b]))  # noqa: E731
@@ -102,7 +100,7 @@ def lay_out(
             if before is not None:
                 of_rules[name] = before.with_decays(of_rules[name], first, path, leaves[first], steps, axes)
         found = of_rules[name]
-        if begins:
+        if state is not None and on_grid:
             found = begun(stack, found, expanded, start, steps, dtype, of_begin)
         hj = found.h
         check_fits(stack, path, hj, start.values())
@@ -173,10 +171,6 @@ def _side_by_side(of_parts: list[Hypers], made: dict[Hashable, Any]) -> Hypers:
         return made[name]
 
     return {key: one([own[key] for own in of_parts]) for key in of_parts[0]}
-
-
-def _begins(rule: Optimizer) -> bool:
-    return type(rule).begin is not Optimizer.begin
 
 
 def _transforms(layers: tuple[Layer, ...], blocks: list[Block]) -> tuple[Transform, ...]:

@@ -83,6 +83,7 @@ def _reads_by_entry(stack: Stack) -> bool:
     by entry (somebody else's may take the first for all), and the decays are fields, of which nothing is prepared."""
     rule: Any = stack.rule.optimizer
     decays = {link.decay for link in stack.chain if link.decay}
+    made = type(rule).prepare, type(rule).begin
     around = (layer.optimizer.transform for layer in stack.layers if isinstance(layer.optimizer, Transformed))
-    reads = [type(rule).prepare, *(link.increment for link in stack.chain if link.increment), *around]
+    reads = [*made, *(link.increment for link in stack.chain if link.increment), *around]
     return decays <= rule.hyperparameters().keys() and not any(map(foreign, reads))

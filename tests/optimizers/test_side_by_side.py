@@ -1,5 +1,6 @@
 """Leaves whose hyperparameters differ, in one block: which are, that every road agrees on them, and that nothing mixes."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -61,6 +62,15 @@ class FirstBound(Transformed):
         return [x * hj.bound.reshape(-1)[0] for hj, x in zip(h, g, strict=True)]
 
 
+class Begun(hg.SGD):
+    """What it begins with looks at all that a hyperparameter holds."""
+
+    entrywise = True
+
+    def begin(self, h: Any, z: Any) -> Any:
+        return super().begin(h, z)
+
+
 class Prepared(hg.SGD):
     """Its preparation may look at all that a hyperparameter holds."""
 
@@ -87,6 +97,7 @@ class Prepared(hg.SGD):
         (hg.SGD(ROWS, DIFFERENT), APART),
         (hg.AdamW(DIFFERENT), APART),
         (Prepared(DIFFERENT), APART),
+        (Begun(DIFFERENT), APART),
         (First(DIFFERENT), APART),
         (FirstBound(hg.SGD(0.1), DIFFERENT), APART),
     ],
@@ -154,6 +165,16 @@ def test_it_changes_nothing_but_rounding(name: str, monkeypatch: pytest.MonkeyPa
         together = derivatives(RULES[name](), hg.Reversible())
         monkeypatch.setattr(side_by_side, "LARGE", -1.0)
         assert_close(together, derivatives(RULES[name](), hg.Reversible()))
+
+
+@some_of("name", ("SGD", "Adam", "RMSProp", "partition"), "Adam")
+def test_a_run_goes_on_from_its_state(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with jax.enable_x64(True):
+        run = functools.partial(hg.train, loss, optimizer=RULES[name](), batches=hg.full_batch(0.5), theta=0.3, steps=STEPS)
+        first = run(params(jnp.float64))
+        together = derivatives(RULES[name](), hg.Reversible(), state=first.state)
+        monkeypatch.setattr(side_by_side, "LARGE", -1.0)
+        assert_close(together, derivatives(RULES[name](), hg.Reversible(), state=first.state))
 
 
 @pytest.mark.long
@@ -231,15 +252,18 @@ def test_split_apart_every_road_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_close(*(derivatives(made, adjoint) for adjoint in (hg.Reversible(), hg.Unrolled())))
 
 
-@pytest.mark.parametrize("small", ["c", long("e"), None])
-def test_updates_too_small_for_the_grid_are_told_of_the_leaf_that_has_them(small: str | None) -> None:
-    """Though those of the leaves beside it are large enough."""
-    size = lambda name: 1e-6 if name == small else 1.0  # noqa: E731
-    slow = lambda p, _, x: sum(jnp.sum((v - x) ** 2) * size(name) for name, v in p.items())  # noqa: E731
-    rates = {name: x / (10 * size(name)) for name, x in DIFFERENT.items()}
+@pytest.mark.parametrize(
+    ("small", "rates"),
+    [("c", DIFFERENT), long("e", DIFFERENT), ("bde", each(0.1, 0.2, 0.1, 0.2, 0.2, 0.5)), ("", DIFFERENT)],
+)
+def test_updates_too_small_for_the_grid_are_told_of_the_part_that_has_them(small: str, rates: Any) -> None:
+    """By its first leaf, and though those of the leaves beside it are large enough."""
+    size = {name: 1e-6 if name in small else 1.0 for name in SHAPES}
+    slow = lambda p, _, x: sum(jnp.sum((v - x) ** 2) * size[name] for name, v in p.items())  # noqa: E731
+    rates = {name: x / (10 * size[name]) for name, x in rates.items()}
     start = jax.tree.map(lambda x: jnp.full_like(x, 1.5), params())
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         hg.train(slow, start, hg.SGD(rates, 0.9), hg.full_batch(1.0), steps=20)
-    expected = [f"velocity['{small}'] is too small for its fixed-point grid"] if small else []
+    expected = [f"velocity['{small[0]}'] is too small for its fixed-point grid"] if small else []
     assert [str(x.message).partition(":")[0] for x in told] == expected
