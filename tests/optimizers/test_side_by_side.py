@@ -187,6 +187,23 @@ def test_steps_from_python_agree() -> None:
 
 
 @pytest.mark.long
+def test_microbatches_are_added_in_any_order() -> None:
+    """Each rate's hypergradient is a sum over its part alone."""
+    rows = jnp.asarray(np.random.default_rng(1).normal(size=(STEPS, 4)))
+    mean = lambda p, theta, x: jnp.mean(jax.vmap(lambda one: loss(p, theta, one))(x))  # noqa: E731
+
+    def value(rates: Any, k: int | None, adjoint: Any) -> Any:
+        options: Any = {"theta": jnp.float64(0.3), "adjoint": adjoint, "microbatches": k}
+        run = hg.train(mean, params(jnp.float64), hg.SGD(rates, 0.7), hg.stacked(rows), **options)
+        return sum(jnp.sum(jnp.sin(x * (i + 1))) for i, x in enumerate(run.params.values()))
+
+    with jax.enable_x64(True):
+        rates = floats(DIFFERENT)
+        found = jax.grad(value)(rates, 2, hg.Reversible())
+        assert_close(found, jax.grad(value)(rates, None, hg.Unrolled()))
+
+
+@pytest.mark.long
 def test_each_member_of_a_batch_has_its_own() -> None:
     scales = jnp.linspace(0.5, 1, 3)
 
