@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import long, some_of
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import fails
 
@@ -238,6 +238,7 @@ def test_dtypes_and_rules_do_not_share_a_block() -> None:
 SMALL = st.sampled_from([(0,), (1,), (2,), (1, 2), (4,), (2, 2)])
 
 
+@example([((2,), 1, 0.5), ((2,), 2, 0.5), ((2,), 1, 0.75), ((2,), 3, 0.75)])  # two blocks whose first rates are one
 @given(st.lists(st.tuples(SMALL, st.integers(1, 4), st.sampled_from([0.5, 0.75])), max_size=40))
 @settings(deadline=None, max_examples=100)
 def test_the_leaves_of_a_part_have_one_hyperparameter_and_parts_one_size(leaves: list[tuple[Any, int, float]]) -> None:
