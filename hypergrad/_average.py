@@ -27,7 +27,7 @@ class Evaluated(NamedTuple):
     value_error: Array  # standard errors of both means: sample deviation / sqrt(seeds), NaN for one seed
     gradient_error: Array  # the norm of it, over all hypers
     values: Array  # [seeds]
-    ok: Array  # bool [seeds]: value and hypergradient are finite
+    ok: Array  # bool [seeds]: value and hypergradient are finite, and none of a run that failed
     clipped: Array  # int32 []: how many hypergradients were weighed down
 
 
@@ -35,15 +35,15 @@ class Evaluated(NamedTuple):
 def averaged(groups: list[Any], seeds: int, robust: bool, failed: Any) -> Evaluated:
     """Means over the finite ones of the first `seeds` of `groups`, in order.
 
-    failed: whether a run has said so; the value and hypergradient of the only seed do not count then, whatever they are.
+    failed: whether a run has said so. Where all is finite even so, as `val_fn` does not see NaN, no seed counts.
     robust: hypergradients are weighed by min(1, (MOST median / norm)^2). So one that is too long counts for MOST medians at
     most, and for the less the longer it is: by then it tells nothing of where to go.
     """
     (values, monitors), grads = jax.tree.map(lambda *x: jnp.concatenate(x)[:seeds], *groups)
     finite = [jnp.isfinite(g).reshape(seeds, -1).all(axis=1) for g in jax.tree.leaves(grads)]
     ok = jnp.stack([jnp.isfinite(values), *finite]).all(axis=0)
+    ok = ok & ~(ok.all() & jnp.asarray(failed))
     if seeds == 1:
-        ok = ok & ~jnp.asarray(failed)
         nan = jnp.full_like(values[0], jnp.nan)
         value, monitor = (jnp.where(ok[0], x[0], jnp.nan).astype(x.dtype) for x in (values, monitors))
         grads = jax.tree.map(lambda g: g[0], grads)  # as they are, for an error to show

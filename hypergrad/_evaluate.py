@@ -227,7 +227,9 @@ class Evaluation:
         if failure is None and bad.size:
             failure = NonFiniteError(_not_finite(float(result.values[bad[0]]), result.grads if self.seeds == 1 else ()))
         if failure is not None and self.seeds > 1 and bad.size:
-            failure.add_note(f"(seed {bad[0]}, the first of {bad.size} that failed of {self.seeds})")
+            seen = f"seed {bad[0]}, the first of {bad.size} that failed of {self.seeds}"
+            hidden = f"which of the {self.seeds} seeds is not known, as `val_fn` is finite for all of them"
+            failure.add_note(f"({hidden if bad.size == self.seeds and np.isfinite(result.values).all() else seen})")
         return failure
 
 
