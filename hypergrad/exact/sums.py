@@ -71,17 +71,18 @@ class Sum(NamedTuple):
 
 
 def total(x: Array, shape: tuple[int, ...]) -> Array:
-    """x, float, summed over the axes along which `shape` was broadcast to it, in no order: by integers that go with its
-    largest entry; NaN from 2^1000 on. Call it inside `jax.enable_x64(True)`."""
+    """x, float, summed over the axes along which `shape` was broadcast to it, in no order: by integers that go with the
+    largest entry of each sum; NaN from 2^1000 on. Call it inside `jax.enable_x64(True)`."""
     lead = x.ndim - len(shape)
     axes = (*range(lead), *(lead + i for i, n in enumerate(shape) if n != x.shape[lead + i]))
     bits = 61 - math.ceil(math.log2(max(x.size // max(math.prod(shape), 1), 1)))
-    largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float64)
+    largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0).astype(jnp.float64)
     unit = power_of_two(exponent_of(largest))
     y = x.astype(jnp.float64) / unit * 2.0**bits
     high = jnp.round(y)
     low = jnp.round((y - high) * 2.0**bits)
-    sums = [jnp.sum(part.astype(jnp.int64), axis=axes).astype(jnp.float64) * 2.0**-bits for part in (high, low)]
+    added = [jnp.sum(part.astype(jnp.int64), axis=axes, keepdims=True) for part in (high, low)]
+    sums = [part.astype(jnp.float64) * 2.0**-bits for part in added]
     found = (sums[0] + sums[1] * 2.0**-bits) * unit
     return jnp.where(largest < 2.0**_LARGEST, found, jnp.nan).astype(x.dtype).reshape(shape)
 

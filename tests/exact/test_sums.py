@@ -100,6 +100,8 @@ def test_totals_in_no_order(shape: Any, to: Any, unit: float) -> None:
 
 def test_a_total_of_what_is_no_number() -> None:
     assert np.isnan(total(jnp.array([1.0, np.nan]), ())) and np.isnan(total(jnp.array([1.0, np.inf]), ()))
+    assert total(jnp.array([[1.0, 2.0], [np.nan, 1.0]]), (2, 1)).ravel().tolist()[0] == 3
+    np.testing.assert_allclose(total(jnp.array([[1e-30, 2e-30], [1e30, 1e30]]), (2, 1)), [[3e-30], [2e30]], rtol=1e-13)
     assert total(jnp.zeros((3, 0)), (3, 1)).tolist() == [[0], [0], [0]] and total(jnp.zeros(4), ()) == 0
 
 
