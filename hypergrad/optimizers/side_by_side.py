@@ -80,7 +80,8 @@ def _kind(value: Any) -> Hashable:
 
 def _reads_by_entry(stack: Stack) -> bool:
     """Whether hyperparameters may differ by part, decays apart: all that reads them is the library's, which computes entry
-    by entry (somebody else's may take the first for all), and the decays are fields, of which nothing is prepared."""
+    by entry (somebody else's may take the first for all), and the decays are fields: one that `prepare` makes
+    may be made of what differs."""
     rule: Any = stack.rule.optimizer
     decays = {link.decay for link in stack.chain if link.decay}
     made = type(rule).prepare, type(rule).begin
